@@ -345,6 +345,9 @@ def _open_files(
     if legacy:
         raise LegacyPickleError(path, [root / file for file in files], legacy=legacy)
     config, config_warnings = read_config()
+    if headers and all(header.shard.format == "gguf" for header in headers):
+        config, tensors, gguf_warnings = _as_transformers(headers, tensors, config)
+        config_warnings += gguf_warnings
     return Checkpoint(
         path=path,
         root=root,
@@ -360,6 +363,27 @@ def _open_files(
             *part_warning(root),
         ),
     )
+
+
+def _as_transformers(
+    headers: Sequence[ShardHeader], tensors: Mapping[str, TensorInfo], config: Mapping[str, object] | None
+) -> tuple[Mapping[str, object] | None, Mapping[str, TensorInfo], tuple[CheckpointWarning, ...]]:
+    """Return config and tensors of a GGUF model as transformers has them; `config` is that of a file beside it."""
+    from bigload.checkpoint.formats.gguf_model import config_of, family_of, renamed
+
+    shards = [header.shard for header in headers]
+    first = next((shard for shard in shards if shard.metadata.get("split.no", "0") == "0"), shards[0])
+    family = family_of(first)
+    if family is None:
+        found = first.metadata.get("general.architecture", "")
+        text = f"the architecture {found!r:.100} is not known: plans count weights, but not KV cache and activations"
+        return config, tensors, (CheckpointWarning(code="gguf-weights-only", text=text),)
+    several = list(renamed(family, tensors.values()))
+    named = {tensor.name: tensor for tensor in several}
+    if len(named) < len(several):
+        text = "two tensors would have one name of transformers: the names of the file are kept"
+        return config, tensors, (CheckpointWarning(code="gguf-names", text=text),)
+    return config or config_of(first, family, named), named, ()
 
 
 def _read_headers(

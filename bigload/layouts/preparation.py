@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
-from bigload.checkpoint.formats.registry import check_data_is_read
+from bigload.checkpoint.formats.registry import GGUF, check_data_is_read
 from bigload.checkpoint.model import Checkpoint, TensorInfo, forms_of
 from bigload.conversion.computed_tensor import ComputedTensor, Operand
 from bigload.errors import NotEnoughSpaceError, OptionError, OutputExistsError, WriteError
@@ -25,6 +25,7 @@ from bigload.layouts.output import Output
 from bigload.layouts.selection import lay_out, open_source, recorded_options
 from bigload.layouts.side_files import CONFIG_FILE, SideFile, files_beside, is_single_file
 from bigload.layouts.tensors_to_write import TensorsToWrite
+from bigload.layouts.transforms.gguf_values import DecodeGguf
 from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.verification.verify import Level
 from bigload.layouts.verification.verify import verify as verify_folder
@@ -93,14 +94,16 @@ def prepare_reshard(
     """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
     target = output_folder(out)
     checkpoint, plan = open_source(source, checkpoint=options.checkpoint)
-    check_data_is_read(checkpoint)
+    is_gguf = checkpoint.format == GGUF.name
+    if not is_gguf:
+        check_data_is_read(checkpoint)
     kernel = KernelCopy.NOTHING
     if options.dtypes.dtype is None and scheme_of(checkpoint.root).is_local:
         kernel = kernel_copy(checkpoint.root, _existing(target))
     can_share_blocks = kernel is KernelCopy.CLONE
     named = named_tensors(checkpoint, None if plan is not None else options.names)
     asked = options if named.is_changed or plan is not None else replace(options, names=None)
-    for transform in options.transforms:
+    for transform in ([DecodeGguf(options.dtypes.dtype)] if is_gguf else []) + [*options.transforms]:
         named = transform.apply(named)
     if plan is not None:
         _check_planned_forms(checkpoint, named)
@@ -153,7 +156,8 @@ def _config_document(
     checkpoint: Checkpoint, found: TensorsToWrite, output: Output, options: ReshardOptions
 ) -> dict[str, bytes]:
     """Return the config that a transform has changed, for the output and each of its folders."""
-    if found.checkpoint.config == checkpoint.config:
+    is_stored = checkpoint.format != GGUF.name  # which has no config.json
+    if found.checkpoint.config is None or (is_stored and found.checkpoint.config == checkpoint.config):
         return {}
     text = (json.dumps(found.checkpoint.config, indent=2) + "\n").encode()
     if options.dtypes.dtype is not None:

@@ -540,9 +540,16 @@ def test_every_verb_names_what_it_does_not_read(run, here, verb):
     assert done.stderr.startswith("error: model.onnx cannot be read: it is an ONNX graph\nhint: ")
 
 
-@pytest.mark.parametrize(
-    "verb", ["reshard {} out", "reshard {} out --dry-run", "bench-load {}", "fetch {} out --only a"]
-)
+def test_reshard_of_gguf_asks_for_a_dtype(run, here):
+    write_gguf(here / "model.gguf", {"a.weight": (12, (256,)), "b.weight": (12, (64, 256))})
+    done = run("bigload reshard model.gguf out")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --dtype is not given; expected one to write quantised weights in\nhint: add ")
+    assert run("bigload reshard model.gguf out --dtype bf16").code == 0
+    assert "2 tensors" in run("bigload inspect out").stdout
+
+
+@pytest.mark.parametrize("verb", ["bench-load {}", "fetch {} out --only a"])
 def test_verbs_that_need_data_of_gguf_refuse_it(run, here, verb):
     write_gguf(here / "model.gguf", {"a.weight": (12, (256,)), "b.weight": (12, (64, 256))})
     done = run(f"bigload {verb.format('model.gguf')}")

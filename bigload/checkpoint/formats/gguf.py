@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from bigload.checkpoint.byte_source import ReadRange
 from bigload.checkpoint.formats.registry import FormatError
-from bigload.checkpoint.model import CheckpointWarning, Shard, ShardHeader, StoredForm, StoredTensors
+from bigload.checkpoint.model import Shard, ShardHeader, StoredForm, StoredTensors
 from bigload.dtypes import GGML_DTYPES, DType
 
 MAX_HEADER_BYTES = 256 * 2**20
@@ -48,12 +48,6 @@ _NUMBERS: Mapping[int, Struct] = MappingProxyType(
     }
 )
 """Forms of plain values by the number of their type."""
-
-
-_WEIGHTS_ONLY = CheckpointWarning(
-    code="gguf-weights-only",
-    text="architecture metadata of GGUF is not used: plans count weights, but not all of KV cache and activations",
-)
 
 
 class SkippedArray(NamedTuple):
@@ -86,8 +80,7 @@ def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
         metadata={key: _text(value) for key, value in metadata.items()},
     )
     rows = _placed(records, file, data_start, _alignment(metadata), num_bytes)
-    is_first = metadata.get("split.no", 0) == 0
-    return ShardHeader(shard=shard, tensors=rows, warnings=(_WEIGHTS_ONLY,) if is_first else ())
+    return ShardHeader(shard=shard, tensors=rows)
 
 
 class _Reader:

@@ -135,9 +135,7 @@ def check_data_is_read(checkpoint: Checkpoint) -> None:
         if form in FORMATS and not FORMATS[form].has_data_read:
             title = FORMATS[form].title
             hint = (
-                "inspect and plan read it; for its weights use the repository that has the model as safetensors, or "
-                "convert it with transformers: "
-                'AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained("converted")'
+                "inspect and plan read it, and reshard decodes it: bigload reshard FILE OUT --dtype bf16; then load OUT"
             )
             raise UnsupportedFormatError(
                 checkpoint.path, f"of {title} files only headers are read, not data", hint=hint

@@ -1,0 +1,83 @@
+"""Transform that every GGUF checkpoint goes through: its quantised values decoded, in transformers' order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bigload.checkpoint.formats.gguf_model import family_of
+from bigload.checkpoint.model import TensorInfo
+from bigload.conversion.arithmetic.ggml_blocks import DECODERS, GgmlValues
+from bigload.conversion.computed_tensor import ComputedTensor, Operand
+from bigload.dtypes import DTYPES, DType
+from bigload.errors import OptionError, UnsupportedFormatError
+from bigload.layouts.tensors_to_write import TensorsToWrite
+from bigload.units import counted
+
+_OF_LLAMA_CPP = ("rope_freqs.", "rope_factors_")
+"""Tensors that llama.cpp computes from the config of a model, and transformers computes when it runs one."""
+
+
+@dataclass(frozen=True)
+class DecodeGguf:
+    """Decode ggml's blocks, put rotated heads in transformers' order, and take 1 off the norms of Gemma.
+
+    Attributes:
+        dtype: The dtype that was asked for.
+    """
+
+    dtype: DType | None
+
+    def __str__(self) -> str:
+        return "decode GGUF"
+
+    def apply(self, found: TensorsToWrite) -> TensorsToWrite:
+        """Return the decoded tensors.
+
+        Raises:
+            OptionError: some are quantised, and no dtype is given.
+            UnsupportedFormatError: some are of types that are not decoded.
+        """
+        checkpoint = found.checkpoint
+        packed = [tensor for tensor in checkpoint.tensors.values() if tensor.dtype.block_bytes]
+        unknown = [tensor for tensor in packed if tensor.dtype.name not in DECODERS]
+        if unknown:
+            raise UnsupportedFormatError(
+                checkpoint.path,
+                f"{unknown[0].name} is {unknown[0].dtype}, which is not decoded ({counted(len(unknown), 'tensor')})",
+                hint=f"decoded are {', '.join(DECODERS)}; llama-quantize of llama.cpp makes F16 of others",
+            )
+        if packed and self.dtype is None:
+            hint = "add --dtype bf16; ggml's blocks cannot be written as safetensors"
+            raise OptionError.of("dtype", None, "one to write quantised weights in", hint=hint)
+        family = family_of(checkpoint.shards[0])
+        config = checkpoint.config or {}
+        heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
+        kept, left = list[Operand](), list[str]()
+        for name, tensor in checkpoint.tensors.items():
+            if family is not None and name.startswith(_OF_LLAMA_CPP):
+                left.append(name)
+                continue
+            count = (
+                heads.get(name.split(".")[-2]) if family is not None and family.turns_heads and "." in name else None
+            )
+            added = 1.0 if family is not None and family.adds_one and name.endswith("norm.weight") else 0.0
+            kept.append(_decoded(tensor, count if isinstance(count, int) else 0, added))
+        notes = [f"{counted(len(packed), 'tensor')} decoded from {', '.join(sorted({t.dtype.name for t in packed}))}"]
+        if left:
+            notes.append(f"left out, because transformers computes it: {', '.join(left)}")
+        if family is None:
+            notes.append("the names are those of the file: the architecture is not known")
+        notes.append(
+            "the tokenizer stays in the GGUF file: AutoTokenizer.from_pretrained(FOLDER, gguf_file=NAME) reads it"
+        )
+        return found.with_tensors(kept, notes=notes if packed else notes[1:])
+
+
+def _decoded(tensor: TensorInfo, num_heads: int, added: float) -> Operand:
+    rows = tensor.shape[0] if tensor.shape else 0
+    if num_heads and rows % (2 * num_heads):
+        num_heads = 0
+    if not (tensor.dtype.block_bytes or num_heads or added):
+        return tensor
+    dtype = DTYPES["F32"] if tensor.dtype.block_bytes else tensor.dtype
+    return ComputedTensor(tensor.name, dtype, tensor.shape, GgmlValues(tensor, num_heads, added))
