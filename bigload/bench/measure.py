@@ -82,6 +82,7 @@ def measure_machine(
         mapped_rate=storage.mapped_rate,
         load_rate=storage.load_rate,
         cold_load_rate=storage.cold_load_rate,
+        single_read_rate=storage.single_read_rate,
         matching_seconds=matching,
         tensor_seconds=per_tensor,
         ram_bytes=proc_sizes(Path("/proc/meminfo")).get("MemTotal"),

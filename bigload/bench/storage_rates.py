@@ -44,6 +44,7 @@ class StorageRates:
     mapped_rate: int | None
     load_rate: int
     cold_load_rate: int | None
+    single_read_rate: int
     notes: tuple[str, ...]
 
 
@@ -111,6 +112,8 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
     for way in raw_reads([kind], num_cores=len(os.sched_getaffinity(0))):
         on_run(f"disk, {way.name}")
         disk_rates.append(rate(partial(raw_read, way, checkpoint), _nothing if is_direct else cold))
+    on_run("disk, one thread")
+    single_read_rate = rate(partial(raw_read, RawRead(RawKind.MEMORY, 1), checkpoint), cold)
     on_run("loads from the page cache")
     load_rate = rate(_warm_load(checkpoint), _nothing)
     cold_load_rate = None
@@ -124,6 +127,7 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
         mapped_rate=mapped_rate,
         load_rate=load_rate,
         cold_load_rate=cold_load_rate,
+        single_read_rate=single_read_rate,
         notes=tuple(dict.fromkeys(notes)),
     )
 

@@ -64,6 +64,8 @@ class MachineProfile:
         ram_bytes: RAM of the machine; `None` if unknown.
         cold_load_rate: Bytes per second of files that are not cached into private memory, as a load takes them; `None`
             for the lower one of `disk_rate` and `load_rate`.
+        single_read_rate: Bytes per second of files that are not cached, by one thread through the page cache, as
+            single experts are read; `None` for `disk_rate`.
         matching_seconds: For the first model of a process, of matching its tensors with those of its files:
             transformers then builds its rules for all models.
         tensor_seconds: The same for each tensor of a model, with the hooks of its module.
@@ -77,6 +79,7 @@ class MachineProfile:
     load_rate: int
     ram_bytes: int | None
     cold_load_rate: int | None = None
+    single_read_rate: int | None = None
     matching_seconds: float = 0.0
     tensor_seconds: float = 0.0
     devices: tuple[DeviceProfile, ...]
@@ -115,6 +118,7 @@ class MachineProfile:
             load_rate=_rate(entry, "load_rate"),
             ram_bytes=_optional_rate(entry, "ram_bytes"),
             cold_load_rate=_optional_rate(entry, "cold_load_rate"),
+            single_read_rate=_optional_rate(entry, "single_read_rate"),
             matching_seconds=_seconds(entry, "matching_seconds", default=0.0),
             tensor_seconds=_seconds(entry, "tensor_seconds", default=0.0),
             devices=found,

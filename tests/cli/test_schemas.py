@@ -172,7 +172,14 @@ def test_recorded_experts_are_what_their_schema_describes():
 
 def test_a_profile_of_a_machine_is_what_its_schema_describes():
     device = DeviceProfile(device="cuda:0", name="a GPU", weight_rate={"BF16": 1}, launch_seconds=1e-5, link_in=1)
-    known = {"disk_rate": 1, "mapped_rate": None, "load_rate": 1, "ram_bytes": None, "cold_load_rate": 1}
+    known = {
+        "disk_rate": 1,
+        "mapped_rate": None,
+        "load_rate": 1,
+        "ram_bytes": None,
+        "cold_load_rate": 1,
+        "single_read_rate": 1,
+    }
     profile = MachineProfile(name="box", source="measured", devices=(device,), **known)
     Draft202012Validator(strict(schema("profile"))).validate(parsed(profile.to_json()))
 

@@ -17,12 +17,13 @@ PROFILE = MachineProfile(
     load_rate=300,
     ram_bytes=2**34,
     cold_load_rate=90,
+    single_read_rate=70,
     matching_seconds=0.1,
     tensor_seconds=0.001,
     devices=(CPU, GPU),
 )
 
-ADDED = ("cold_load_rate", "matching_seconds", "tensor_seconds")
+ADDED = ("cold_load_rate", "single_read_rate", "matching_seconds", "tensor_seconds")
 
 
 def changed(**entries):

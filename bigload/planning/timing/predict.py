@@ -137,7 +137,7 @@ def predict(
 def with_bandwidth(profile: MachineProfile, *, disk: int | None = None, link: int | None = None) -> MachineProfile:
     """Return `profile` with other bytes per second from the disk, or from RAM to accelerators."""
     if disk is not None:
-        profile = replace(profile, disk_rate=disk, mapped_rate=None, cold_load_rate=None)
+        profile = replace(profile, disk_rate=disk, mapped_rate=None, cold_load_rate=None, single_read_rate=None)
     if link is not None:
         devices = (device if device.link_in is None else replace(device, link_in=link) for device in profile.devices)
         profile = replace(profile, devices=tuple(devices))
@@ -225,9 +225,7 @@ class _Rates:
             routed_seconds=sum(self._routed(block, tokens).values()),
             fetch=self._fetch(block, block.dense_bytes, source, in_place=stays.is_in_place) if fetched else (),
             fetch_bytes=block.dense_bytes if fetched else 0,
-            routed_fetch=self._fetch(block, missed, stays.routed_source, in_place=stays.is_routed_in_place)
-            if block.streams_experts and missed
-            else (),
+            routed_fetch=self._fetch_experts(block, missed, stays) if block.streams_experts and missed else (),
         )
 
     def busy(self, visits: Sequence[Visit], works: Sequence[Work], length: int) -> dict[Bound, float]:
@@ -286,6 +284,16 @@ class _Rates:
         found = self._profile.device(block.runs_on)
         assert found is not None, "that was checked"
         return found
+
+    def _fetch_experts(self, block: TimedBlock, num_bytes: float, stays: SteadyState) -> tuple[tuple[str, float], ...]:
+        """Return what `_fetch` does for experts, which one thread reads if it is not their pages that are used."""
+        profile, rate = self._profile, self._profile.single_read_rate
+        lanes = self._fetch(block, num_bytes, stays.routed_source, in_place=stays.is_routed_in_place)
+        if stays.is_routed_in_place or rate is None:
+            return lanes
+        return tuple(
+            (lane, seconds * profile.disk_rate / rate if lane == "disk" else seconds) for lane, seconds in lanes
+        )
 
     def _fetch(
         self, block: TimedBlock, num_bytes: float, source: Source, *, in_place: bool

@@ -16,6 +16,7 @@ def figures(profile: MachineProfile) -> PlainTable:
     table = PlainTable(_COLUMNS, right=("VALUE",))
     table.add("disk", "reads, not cached", "", _rate(profile.disk_rate))
     table.add("disk", "pages of a map, not cached", "", _rate(profile.mapped_rate))
+    table.add("disk", "one thread, not cached", "", _rate(profile.single_read_rate))
     table.add("RAM", "loads from the page cache", "", _rate(profile.load_rate))
     table.add("RAM", "loads, not cached", "", _rate(profile.cold_load_rate))
     table.add("model", "names", "", f"{profile.matching_seconds * 1e3:.0f} ms")
