@@ -599,3 +599,12 @@ def test_names_that_cannot_be_had_are_an_error_with_a_hint(run_program_on_termin
     done = run_program_on_terminal("bigload reshard mixtral out --names transformers")
     assert done.code == 3
     assert "what transformers calls the modules is not known" in " ".join(done.stdout.split())
+
+
+def test_plan_prints_only_what_another_program_takes(run, here):
+    make_checkpoint(here / "m", blocks=2)
+    done = run("bigload plan m -m 0=1GiB,cpu=1GiB --emit llama.cpp -o plan.json")
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout.startswith("-ngl 3 -ot '^(blk")
+    assert done.stdout.count("\n") == 1
+    assert (here / "plan.json").exists()

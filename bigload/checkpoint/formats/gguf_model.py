@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from bigload.checkpoint.model import Shard, Span, TensorInfo
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERTS = ("gate", "up", "down")
 MAX_EXPERTS = 4096
 
@@ -62,7 +63,7 @@ _QWEN_EXPERTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
+class Family:
     """A class of transformers for an architecture of llama.cpp.
 
     Attributes:
@@ -84,12 +85,12 @@ class _Family:
     adds_one: bool = False
 
 
-_LLAMA = _Family(model_type="llama", architecture="LlamaForCausalLM", turns_heads=True)
+_LLAMA = Family(model_type="llama", architecture="LlamaForCausalLM", turns_heads=True)
 _GEMMA = {**_ATTENTION, **_MLP, **_GEMMA_NORMS}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 _MOE_GATE = {"ffn_gate_inp": "mlp.gate"}
 
-FAMILIES: Mapping[str, _Family] = {
+FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": replace(_LLAMA, model_type="mistral", architecture="MistralForCausalLM"),
     "mixtral": replace(
@@ -101,31 +102,31 @@ FAMILIES: Mapping[str, _Family] = {
         expert_parts={"gate": "w1", "up": "w3", "down": "w2"},
         keys={**_SIZES, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     ),
-    "qwen2": _Family(model_type="qwen2", architecture="Qwen2ForCausalLM"),
-    "qwen3": _Family(model_type="qwen3", architecture="Qwen3ForCausalLM"),
-    "qwen2moe": _Family(
+    "qwen2": Family(model_type="qwen2", architecture="Qwen2ForCausalLM"),
+    "qwen3": Family(model_type="qwen3", architecture="Qwen3ForCausalLM"),
+    "qwen2moe": Family(
         model_type="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
         block={**_ATTENTION, **_NORMS, **_MOE_GATE, **_SHARED_EXPERT},
         keys={**_SIZES, **_QWEN_EXPERTS},
     ),
-    "qwen3moe": _Family(
+    "qwen3moe": Family(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         block={**_ATTENTION, **_NORMS, **_MOE_GATE, **_MLP},
         keys={**_SIZES, **_QWEN_EXPERTS},
     ),
-    "gemma2": _Family(
+    "gemma2": Family(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
         block=_GEMMA,
         keys={**_SIZES, **_CAPS},
         adds_one=True,
     ),
-    "gemma3": _Family(
+    "gemma3": Family(
         model_type="gemma3_text", architecture="Gemma3ForCausalLM", block=_GEMMA, keys=_SIZES, adds_one=True
     ),
-    "phi3": _Family(
+    "phi3": Family(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
         block={
@@ -140,7 +141,7 @@ FAMILIES: Mapping[str, _Family] = {
 """By `general.architecture`; Mistral and Mixtral are written as `llama`, and told apart by name and experts."""
 
 
-def family_of(shard: Shard) -> _Family | None:
+def family_of(shard: Shard) -> Family | None:
     """Return the class of transformers for the metadata of the first file; `None` where there is no table."""
     metadata = shard.metadata
     architecture = metadata.get("general.architecture", "")
@@ -152,7 +153,7 @@ def family_of(shard: Shard) -> _Family | None:
     return FAMILIES.get(architecture)
 
 
-def config_of(shard: Shard, family: _Family, tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
+def config_of(shard: Shard, family: Family, tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
     """Return what config.json would say, as far as the metadata of the first file and the `tensors` tell."""
     prefix = shard.metadata.get("general.architecture", "")
     found: dict[str, object] = {"architectures": [family.architecture], "model_type": family.model_type}
@@ -182,7 +183,7 @@ def _number(metadata: Mapping[str, str], key: str) -> int | float | None:
     return max(plain) if plain and len(plain) == len(numbers) else None
 
 
-def renamed(family: _Family, tensors: Iterable[TensorInfo]) -> Iterator[TensorInfo]:
+def renamed(family: Family, tensors: Iterable[TensorInfo]) -> Iterator[TensorInfo]:
     """Yield `tensors` under transformers' names, each expert by itself; those without one keep theirs."""
     for tensor in tensors:
         found = _BLOCK.fullmatch(tensor.name)
@@ -210,3 +211,23 @@ def _expert(tensor: TensorInfo, name: str, number: int) -> TensorInfo:
     span, num_bytes = tensor.span, tensor.num_bytes // tensor.shape[0]
     start = span.start + number * num_bytes
     return TensorInfo(name, tensor.dtype, tensor.shape[1:], Span(span.file, start, start + num_bytes))
+
+
+def gguf_name(family: Family, name: str) -> str | None:
+    """Return the name in GGUF of what transformers calls `name`, or of the tensor that it is an expert of."""
+    module, _, leaf = name.rpartition(".")
+    for stored, known in _ROOT.items():
+        if module == known:
+            return f"{stored}.{leaf}"
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return None
+    layer, module, leaf = found.groups()
+    for stored, known in family.block.items():
+        if module == known:
+            return f"blk.{layer}.{stored}.{leaf}"
+    before, _, after = family.experts.partition("{number}")
+    for stored, part in family.expert_parts.items():
+        if re.fullmatch(rf"{re.escape(before)}\d+{re.escape(after.format(part=part))}", module):
+            return f"blk.{layer}.ffn_{stored}_exps.{leaf}"
+    return None

@@ -34,6 +34,7 @@ Examples:
   bigload plan ./llama-70b -m auto --context 8192 --explain layers.37
   bigload plan ./llama-70b -m 0=22GiB,1=22GiB,cpu=128GiB --no-disk --html plan.html
   bigload plan ./llama-70b --fits --context 8192
+  bigload plan x.gguf -m 0=22GiB,cpu=64GiB --emit llama.cpp | xargs llama-server -m x.gguf
   bigload plan ./llama-70b -m 0=80GiB,cpu=256GiB --profile h100
   bigload plan ./llama-70b -m 0=80GiB,1=80GiB --context 131072 --fit --fail-if offload
   bigload plan ./llama-70b -m 0=80GiB,1=80GiB --context 65536 --target 8tok/s --profile a100
@@ -42,6 +43,12 @@ Examples:
 -q prints the name of the file that -o or --html wrote; without one the bytes
 of weights on each device, as cuda:0=20930740224,cpu=66749005824.
 """
+
+
+class Emit(StrEnum):
+    """Other programs whose arguments `--emit` prints."""
+
+    LLAMA_CPP = "llama.cpp"
 
 
 class FailIf(StrEnum):
@@ -60,6 +67,10 @@ def plan(
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page with a picture, in which to ask what if."),
+    ] = None,
+    emit: Annotated[
+        Emit | None,
+        typer.Option("--emit", help="Print only the arguments that have llama.cpp place tensors as the plan does."),
     ] = None,
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", help="Leave room for a KV cache of so many tokens.")
@@ -194,6 +205,16 @@ def plan(
     else:
         made = plan_details(checkpoint, budget, options)
         _check(made, fail_if)
+    if emit is not None:
+        from bigload.planning.llama_cpp import llama_cpp_arguments
+        from bigload_cli.output import print_text
+
+        if out is not None:
+            from bigload.planning.plan_file import write_plan
+
+            write_plan(made.plan, out)
+        print_text(llama_cpp_arguments(made.plan, checkpoint))
+        return
     prediction = None if machine is None else machine.of(made.plan, made.structure)
     _deliver(made, prediction, machine, out, html, as_json=as_json, quiet=quiet, color=color)
 

@@ -1,0 +1,94 @@
+"""A plan as arguments of llama.cpp: `-ngl` and `-ot`, which place tensors of a GGUF file of the same model.
+
+llama.cpp (common/arg.cpp, src/llama-model-loader.cpp): `-ngl N` gives the last N layers, the output counted as one, to
+the accelerators; `-ot REGEX=BUFFER` then places tensors whose name the expression is found in, the first one counts.
+It keeps the input embedding in RAM, whatever is asked. Experts of a block lie in one tensor there, and stay together.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping
+
+from bigload.checkpoint.formats.gguf_model import FAMILIES, gguf_name
+from bigload.checkpoint.model import Checkpoint
+from bigload.devices import Device
+from bigload.errors import OptionError
+from bigload.planning.plan import Plan
+
+_BUFFERS = {"cuda": "CUDA{}", "xpu": "SYCL{}", "mps": "Metal"}
+_BLOCK = re.compile(r"blk\.(\d+)\.(.*)")
+_EMBEDDING = "token_embd.weight"
+
+
+def llama_cpp_arguments(plan: Plan, checkpoint: Checkpoint) -> str:
+    """Return the arguments, quoted for a shell, with which llama.cpp places tensors as `plan` does.
+
+    Where a plan has the experts of one tensor on several devices, all are where the slowest is.
+
+    Raises:
+        OptionError: llama.cpp's names are not known for such a model, or it has no buffers for a device.
+    """
+    placed = _placed(plan, checkpoint)
+    if not any(device.is_accelerator for device in placed.values()):
+        return "-ngl 0"
+    blocks: dict[str, dict[str, Device]] = defaultdict(dict)
+    overrides: dict[str, list[str]] = defaultdict(list)
+    for name, device in placed.items():
+        found = _BLOCK.fullmatch(name)
+        if found is None and name != _EMBEDDING:
+            overrides[_buffer(device)].append(re.escape(name))
+        elif found is not None:
+            blocks[found[1]][found[2]] = device
+    for buffer, numbers in _by_pattern(blocks).items():
+        overrides[buffer] = [*numbers, *overrides[buffer]]
+    words = ["-ngl", str(len(blocks) + 1)]
+    for buffer, patterns in sorted(overrides.items()):
+        words += ["-ot", f"^({'|'.join(patterns)})={buffer}"]
+    return shlex.join(words)
+
+
+def _placed(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Device]:
+    """Return the device of each tensor by its name in GGUF."""
+    kind = (checkpoint.config or {}).get("model_type")
+    family = next((each for each in FAMILIES.values() if each.model_type == kind), None)
+    if family is None:
+        known = ", ".join(dict.fromkeys(each.model_type for each in FAMILIES.values()))
+        raise OptionError.of("emit", "llama.cpp", f"a model whose names it has ({known}), not {kind!r:.100}")
+    found: dict[str, Device] = {}
+    for name in checkpoint.tensors:
+        known_as = gguf_name(family, name)
+        if known_as is None or plan.leaves_out(name):
+            continue
+        device = plan.device_of(name)
+        if known_as not in found or not device.is_accelerator:
+            found[known_as] = device
+    return found
+
+
+def _by_pattern(blocks: Mapping[str, Mapping[str, Device]]) -> dict[str, list[str]]:
+    """Return expressions for blocks that are wholly on one device, and for parts of the others, by buffer."""
+    numbers: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for number, parts in blocks.items():
+        if len(set(parts.values())) == 1:
+            numbers[_buffer(next(iter(parts.values()))), ""].append(number)
+            continue
+        for part, device in parts.items():
+            numbers[_buffer(device), re.escape(part)].append(number)
+    found: dict[str, list[str]] = defaultdict(list)
+    for (buffer, part), several in sorted(numbers.items()):
+        found[buffer].append(rf"blk\.({'|'.join(sorted(several, key=int))})\.{part}")
+    return found
+
+
+def _buffer(device: Device) -> str:
+    if not device.is_accelerator:
+        return "CPU"
+    kind = device.kind
+    if kind not in _BUFFERS:
+        raise OptionError.of(
+            "emit", "llama.cpp", f"devices that it has buffers for ({', '.join(_BUFFERS)}), not {device}"
+        )
+    return _BUFFERS[kind].format(device.index or 0)
