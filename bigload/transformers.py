@@ -205,7 +205,7 @@ def _load(model: Any, files: Sequence[Path], load_config: Any) -> tuple[Any, int
     conversion = conversion_for(model, checkpoint.tensors, rules=load_config.weight_mapping or ())
     if conversion.problems:
         raise _LeftToTransformersError(conversion.problems[0])
-    view = CheckpointView(checkpoint=checkpoint, tensors=conversion.made_of(checkpoint.tensors), conversion=conversion)
+    view = CheckpointView(checkpoint=checkpoint, tensors=conversion.of(checkpoint), conversion=conversion)
     _set_dtypes(model, load_config)
     empty = model.state_dict(keep_vars=True)
     selection = _selected(view, empty, load_config.device_map or {"": "cpu"})

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bigload.bench.loaded_memory import MemoryKind
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import Checkpoint, spans_of
 from bigload.units import MIB, counted
 
 _BLOCK_BYTES = 16 * MIB
@@ -105,7 +105,7 @@ def can_read_direct(paths: Iterable[Path]) -> bool:
 def raw_blocks(checkpoint: Checkpoint, block_bytes: int) -> tuple[RawBlock, ...]:
     """Return the bytes of all tensors as blocks in order of files and offsets; adjacent ranges are merged."""
     ranges: list[tuple[str, int, int]] = []
-    for span in sorted((tensor.span for tensor in checkpoint.tensors.values()), key=lambda s: (s.file, s.start)):
+    for span in sorted(span for tensor in checkpoint.stored.values() for span in spans_of(tensor)):
         if ranges and ranges[-1][0] == span.file and ranges[-1][2] >= span.start:
             file, start, stop = ranges.pop()
             ranges.append((file, start, max(stop, span.stop)))

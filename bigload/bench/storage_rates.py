@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from bigload.bench.page_cache_state import evict_verified
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, raw_blocks, raw_read, raw_reads
 from bigload.checkpoint.formats.safetensors import encode_header
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import Checkpoint, spans_of
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import CheckpointError, NotEnoughSpaceError, OptionError, ReadError, WriteError
@@ -91,7 +91,8 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
 
     `on_run` is called with a few words before each.
     """
-    paths = [checkpoint.root / file for file in dict.fromkeys(info.span.file for info in checkpoint.tensors.values())]
+    spans = [span for tensor in checkpoint.stored.values() for span in spans_of(tensor)]
+    paths = [checkpoint.root / file for file in dict.fromkeys(span.file for span in spans)]
     num_bytes = sum(info.num_bytes for info in checkpoint.tensors.values())
     notes: list[str] = []
 

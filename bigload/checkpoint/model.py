@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -230,9 +230,21 @@ class AssembledTensor:
         """Bytes of the tensor in memory, row by row."""
         return prod(self.shape) * self.dtype.alignment
 
+    @property
+    def form(self) -> TensorInfo:
+        """Its name, dtype and shape; the span has its size, and names no file."""
+        return TensorInfo(self.name, self.dtype, self.stored_shape, Span("", 0, self.num_bytes))
+
 
 StoredTensor = TensorInfo | AssembledTensor
 """A tensor as files hold it: in one piece or in several."""
+
+
+def spans_of(tensor: StoredTensor) -> tuple[Span, ...]:
+    """Return the byte ranges of files that hold `tensor`."""
+    return (
+        tuple(piece.tensor.span for piece in tensor.pieces) if isinstance(tensor, AssembledTensor) else (tensor.span,)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +320,7 @@ class Checkpoint:
         shards: In the order of their file names.
         tensors: By name, in the order in which they lie in the shards.
         config: The model's `config.json`, where there is one.
+        assembled: What those of `tensors` are made of that lie in several pieces. Their spans name no file.
     """
 
     path: str
@@ -317,6 +330,14 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     config: Mapping[str, object] | None
     warnings: tuple[CheckpointWarning, ...] = ()
+    assembled: Mapping[str, AssembledTensor] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """All tensors by name, with the pieces of those that lie in several."""
+        if not self.assembled:
+            return self.tensors
+        return {name: self.assembled.get(name, tensor) for name, tensor in self.tensors.items()}
 
     @property
     def format(self) -> str:
@@ -339,7 +360,7 @@ class Checkpoint:
         """Bytes of the files that tensors lie in: in torch files several can share some, which count once here."""
         if isinstance(self.tensors, StoredTensors):
             return self.total_bytes
-        return distinct_bytes(tensor.span for tensor in self.tensors.values())
+        return distinct_bytes(span for tensor in self.stored.values() for span in spans_of(tensor))
 
     @cached_property
     def num_parameters(self) -> int:

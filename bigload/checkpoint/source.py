@@ -7,13 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
+from bigload.checkpoint.formats.dcp_safetensors import joined_parts, part_files
 from bigload.checkpoint.formats.gguf_splits import split_files, split_problems
-from bigload.checkpoint.formats.registry import FORMATS, LegacyFileError, main_files, read_shard_header, weight_suffixes
+from bigload.checkpoint.formats.registry import (
+    DCP,
+    FORMATS,
+    CheckpointFormat,
+    LegacyFileError,
+    main_files,
+    read_shard_header,
+    weight_suffixes,
+)
 from bigload.checkpoint.formats.unsupported import (
     adapter_warning,
     refuse_other_file,
@@ -22,9 +32,11 @@ from bigload.checkpoint.formats.unsupported import (
 )
 from bigload.checkpoint.index import ShardIndex, read_beside, read_index, resolve_shard
 from bigload.checkpoint.model import (
+    AssembledTensor,
     Checkpoint,
     CheckpointWarning,
     ShardHeader,
+    StoredTensor,
     StoredTensors,
     TensorInfo,
     sizes_of,
@@ -58,9 +70,16 @@ OnHeader = Callable[[int, int], None]
 """Called with how many headers have been read, and of how many."""
 
 _on_header: ContextVar[OnHeader | None] = ContextVar("on_header", default=None)
+_all_tensors: ContextVar[bool] = ContextVar("all_tensors", default=False)
 
 
-def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None, trusts_recent: bool = False) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path,
+    *,
+    on_header: OnHeader | None = None,
+    trusts_recent: bool = False,
+    all_tensors: bool = False,
+) -> Checkpoint:
     """Open the checkpoint at `path` by reading and validating its headers.
 
     `path` is a folder with `model.safetensors` or one `*.safetensors.index.json`, such an index, a `.safetensors` file,
@@ -69,12 +88,17 @@ def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None, trus
     is a path that exists; the Hugging Face cache comes first. What
     `torch.save` wrote (`.bin`, `.pt`, `.pth`; `pytorch_model.bin.index.json`) is read alike, and executes nothing; a
     folder's safetensors come first, as with transformers. An index of another name is taken where it is the only one.
+    Of what torch.distributed.checkpoint saved (`.metadata` and the files it names; or `shard-*.safetensors`), tensors
+    are joined from the parts that ranks hold; of `.metadata`, the model's tensors are taken, by the names that they
+    have in its state dict.
 
     Args:
         path: What to open.
         on_header: Called after each header of a remote checkpoint, by the calling thread.
         trusts_recent: Take the listing of a folder in an object store that was made within the last ten minutes, and
             send no request: for looking at it. Before data are read, the service is asked anyway.
+        all_tensors: Of a distributed checkpoint, also take what is not the model's, such as the state of an optimizer;
+            every tensor then has its whole name.
 
     Raises:
         CheckpointNotFoundError: nothing there, or nothing that is a checkpoint.
@@ -84,7 +108,7 @@ def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None, trus
         AccessDeniedError: a service refuses it to this user.
         CheckpointError: a file cannot be read.
     """
-    token = _on_header.set(on_header)
+    token, second = _on_header.set(on_header), _all_tensors.set(all_tensors)
     try:
         place = locate(path)
         if not scheme_of(place).is_local:
@@ -105,6 +129,7 @@ def open_checkpoint(path: str | Path, *, on_header: OnHeader | None = None, trus
         raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
     finally:
         _on_header.reset(token)
+        _all_tensors.reset(second)
 
 
 def open_files(files: Sequence[Path]) -> Checkpoint:
@@ -247,10 +272,12 @@ def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
         return _open_sharded(root, indexes[0], path)
     what_else = _what_else(root, listed)
     files = _files_of_first_form(names)
-    if files and files[0].endswith(".gguf") and set(files) == set(split_files(files[0])):
-        return _open_files(root, None, [files[0]], path)
-    if len(files) == 1 and what_else is None and not _SHARD_OF_MANY.fullmatch(files[0]):
-        return _open_files(root, None, files, path)
+    is_split = bool(files) and files[0].endswith(".gguf") and set(files) == set(split_files(files[0]))
+    is_one = len(files) == 1 and what_else is None and not _SHARD_OF_MANY.fullmatch(files[0])
+    if parts := part_files(names):
+        return _open_parts(root, parts, path)
+    if is_split or is_one:
+        return _open_files(root, None, files[:1], path)
     if not files and what_else is None:
         refuse_other_folder(path, names)
     raise CheckpointNotFoundError(path, _why_none(names), hint=what_else or _one_of(root, files))
@@ -299,6 +326,8 @@ def _files_of_first_form(names: list[str]) -> list[str]:
 def _why_none(names: list[str]) -> str:
     for form in FORMATS.values():
         files = [name for name in names if name.endswith(form.suffixes)]
+        if files and form is DCP:
+            return f"{counted(len(files), '.distcp file')} but no {DCP.whole_file} that says which tensor is where"
         if files:
             found = counted(len(files), f"{' or '.join(form.suffixes)} file")
             return f"{found} but no index ({form.default_index}) that says which tensor is where"
@@ -310,6 +339,8 @@ def _what_else(root: Path, names: list[str]) -> str | None:
     is_there = any(name.startswith("rank-0/") for name in names) or (root / "rank-0").is_dir()
     if "ranks.json" in names and is_there:
         return f"it was resharded for tensor-parallel ranks; name the folder of one of them: {root / 'rank-0'}"
+    if any(name.endswith(".distcp") for name in names):
+        return f"torch.distributed.checkpoint writes {DCP.whole_file} last: it was interrupted, or not all was copied"
     if "index.json" in names and any(name.endswith(".dat") for name in names):
         return "it is an offload folder as accelerate has them; in Python: bigload.OffloadFolder.open"
     return None
@@ -326,6 +357,8 @@ def _open_sharded(root: Path, index_file: str, path: str) -> Checkpoint:
 def _open_files(
     root: Path, index_file: str | None, files: list[str], path: str, index: ShardIndex | None = None
 ) -> Checkpoint:
+    if files == [DCP.whole_file]:
+        return _open_distributed(root, path)
     if index_file is None and len(files) == 1:
         files = split_files(files[0])
     with _meanwhile(partial(_read_config, root), is_local=scheme_of(root).is_local) as read_config:
@@ -386,16 +419,70 @@ def _as_transformers(
     return config or config_of(first, family, named), named, ()
 
 
+def _open_distributed(root: Path, path: str) -> Checkpoint:
+    """Open the folder that torch.distributed.checkpoint saved to."""
+    # Imported here: other formats need neither the unpickler nor zipfile.
+    from bigload.checkpoint.formats.dcp_folder import DistributedFolder
+
+    folder = DistributedFolder(all_tensors=_all_tensors.get())
+    metadata_form, items_form = (replace(DCP, reader=each) for each in (folder.read_metadata, folder.read_items))
+    first, problems, _ = _read_headers(root, [DCP.whole_file], None, form=metadata_form)
+    headers, of_items, _ = _read_headers(root, sorted(folder.files), DCP.whole_file, form=items_form)
+    problems += of_items
+    found = ({}, problems) if problems else folder.joined()
+    return _of_pieces(root, path, [*first, *headers], found, index_file=DCP.whole_file)
+
+
+def _open_parts(root: Path, files: list[str], path: str) -> Checkpoint:
+    """Open what the ranks of a training saved as parts in safetensors."""
+    headers, problems, _ = _read_headers(root, files, None)
+    return _of_pieces(root, path, headers, ({}, problems) if problems else joined_parts(headers))
+
+
+def _of_pieces(
+    root: Path,
+    path: str,
+    headers: Sequence[ShardHeader],
+    found: tuple[Mapping[str, StoredTensor], Sequence[Problem]],
+    *,
+    index_file: str | None = None,
+) -> Checkpoint:
+    """Return the checkpoint of the tensors `found`, whose pieces the files with these headers hold."""
+    stored, problems = found
+    if problems:
+        raise InvalidCheckpointError(path, problems)
+    forms = {name: each.form if isinstance(each, AssembledTensor) else each for name, each in stored.items()}
+    assembled = {name: each for name, each in stored.items() if isinstance(each, AssembledTensor)}
+    config, warnings = _read_config(root)
+    return Checkpoint(
+        path=path,
+        root=root,
+        index_file=index_file,
+        shards=tuple(header.shard for header in headers),
+        tensors=forms,
+        config=config,
+        warnings=(*(warning for header in headers for warning in header.warnings), *warnings),
+        assembled=assembled,
+    )
+
+
 def _read_headers(
-    root: Path, files: list[str], index_file: str | None, index: ShardIndex | None
+    root: Path,
+    files: list[str],
+    index_file: str | None,
+    index: ShardIndex | None = None,
+    form: CheckpointFormat | None = None,
 ) -> tuple[list[ShardHeader], list[Problem], list[str]]:
-    """Return the headers of `files`, what is wrong with the others, and which are bare pickles."""
+    """Return the headers of `files`, what is wrong with the others, and which are bare pickles.
+
+    They are in the format `form`, or in that of their names.
+    """
     is_local = scheme_of(root).is_local
     guesses = Counter[str]() if index is None or is_local else _guessed_header_bytes(index)
     headers, problems, legacy = [], list[Problem](), []
 
     def read(file: str) -> ShardHeader | Problem | InvalidCheckpointError | LegacyFileError:
-        return _read_header(root, file, index_file, guess=guesses[file] or GUESSED_BYTES)
+        return _read_header(root, file, index_file, form, guess=guesses[file] or GUESSED_BYTES)
 
     on_header = None if is_local else _on_header.get()
     for done, found in enumerate(_each(read, files, is_local=is_local), start=1):
@@ -479,14 +566,14 @@ def _guessed_header_bytes(index: ShardIndex) -> Counter[str]:
 
 
 def _read_header(
-    root: Path, file: str, index_file: str | None, *, guess: int
+    root: Path, file: str, index_file: str | None, form: CheckpointFormat | None, *, guess: int
 ) -> ShardHeader | Problem | InvalidCheckpointError | LegacyFileError:
     """Return the header of one shard, or what is wrong with it."""
     place = resolve_shard(root, file) if index_file is not None else root / file
     if isinstance(place, str):
         return Problem(code="unsafe-path", file=index_file or file, text=f"the shard name {file!r} {place}")
     try:
-        return read_shard_header(place, file, guess=guess)
+        return read_shard_header(place, file, form, guess=guess)
     except (LegacyFileError, InvalidCheckpointError) as error:
         return error
     except FileNotFoundError as error:

@@ -27,7 +27,7 @@ class CheckpointView:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> CheckpointView:
         """Return the tensors as they are stored."""
-        return cls(checkpoint=checkpoint, tensors=checkpoint.tensors)
+        return cls(checkpoint=checkpoint, tensors=checkpoint.stored)
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Return the names of the stored tensors that the tensor `name` is made of."""

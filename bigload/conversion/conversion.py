@@ -30,7 +30,7 @@ class Conversion:
 
     def of(self, checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
         """Return the tensors of the model as `checkpoint` stores them; see `made_of`."""
-        return self.made_of(checkpoint.tensors)
+        return self.made_of(checkpoint.stored)
 
     def made_of(self, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
         """Return the tensors of the model as they lie in files, in their order, if a checkpoint has `stored`.

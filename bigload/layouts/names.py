@@ -35,14 +35,15 @@ def named_tensors(checkpoint: Checkpoint, names: NameScheme | None) -> TensorsTo
         NamesUnknownError: the conversion is not known, loses something, or tensors contradict each other.
     """
     if names is None:
-        return TensorsToWrite(checkpoint=checkpoint)
+        return TensorsToWrite.stored_in(checkpoint)
     recorded = _recorded(checkpoint)
     if names is NameScheme.CHECKPOINT:
         conversion = recorded or _original_of(checkpoint)
     else:
         conversion = _conversion_of(checkpoint) if recorded is None else None
     if conversion is None or _changes_nothing(conversion, checkpoint):
-        return TensorsToWrite(checkpoint=checkpoint, notes=(f"the tensors have the names of {_WORDS[names]} already",))
+        notes = (f"the tensors have the names of {_WORDS[names]} already",)
+        return TensorsToWrite.stored_in(checkpoint, notes=notes)
     way_back = _way_back(conversion, checkpoint)
     tensors = _with_the_rest(conversion, checkpoint)
     return TensorsToWrite.of(
@@ -151,7 +152,8 @@ def _left_over(conversion: Conversion, checkpoint: Checkpoint) -> list[str]:
 
 def _with_the_rest(conversion: Conversion, checkpoint: Checkpoint) -> dict[str, TensorInfo | AssembledTensor]:
     """Return what `conversion` makes, and all other stored tensors as they are."""
-    rest = {name: checkpoint.tensors[name] for name in _left_over(conversion, checkpoint)}
+    stored = checkpoint.stored
+    rest = {name: stored[name] for name in _left_over(conversion, checkpoint)}
     return {**conversion.of(checkpoint), **rest}
 
 

@@ -89,7 +89,7 @@ def other_weights(checkpoint: Checkpoint, *, taken: Collection[str]) -> OtherWei
         name = path.relative_to(checkpoint.root).as_posix()
         if name in own:
             continue
-        if path.suffix in FOREIGN_SUFFIXES or path.name.startswith(_TRAINING_STATE):
+        if path.suffix in FOREIGN_SUFFIXES or path.name.startswith(_TRAINING_STATE) or path.suffix == ".distcp":
             left[name] = LeftOut.FOREIGN if path.suffix in FOREIGN_SUFFIXES else LeftOut.TRAINING
             continue
         place = resolve_shard(checkpoint.root, name)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bigload.checkpoint.formats.registry import FORMATS
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import AssembledTensor, Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
 from bigload.layouts.dtype_rules import Kept
@@ -70,6 +70,10 @@ def lay_out(request: LayoutRequest) -> Output:
         name = "ranks"
     layout = layout_named(name)
     _check_options(name, layout, options, request.plan)
+    if not layout.takes_names and any(isinstance(source, AssembledTensor) for source in request.sources.values()):
+        expected = f"another one, because {name} cuts tensors, and those of the source lie in several parts"
+        hint = f"consolidate it first, and reshard that: bigload reshard {request.checkpoint.path} CONSOLIDATED"
+        raise OptionError.of("layout", name, expected, hint=hint)
     options.dtypes.check(tensors)
     output = layout.lay_out(request)
     if options.metadata and any(file.is_raw for file in output.files):

@@ -30,6 +30,11 @@ class TensorsToWrite:
     notes: tuple[str, ...] = ()
 
     @classmethod
+    def stored_in(cls, checkpoint: Checkpoint, *, notes: tuple[str, ...] = ()) -> Self:
+        """Return the tensors as they are."""
+        return cls(checkpoint=checkpoint, sources=checkpoint.assembled, notes=notes)
+
+    @classmethod
     def of(
         cls,
         checkpoint: Checkpoint,
@@ -41,7 +46,7 @@ class TensorsToWrite:
         """Return `tensors` in place of those of `checkpoint`."""
         tensors = list(tensors)
         return cls(
-            checkpoint=replace(checkpoint, tensors={tensor.name: form_of(tensor) for tensor in tensors}),
+            checkpoint=replace(checkpoint, tensors={each.name: form_of(each) for each in tensors}, assembled={}),
             sources={tensor.name: tensor for tensor in tensors if not isinstance(tensor, TensorInfo)},
             documents=documents or {},
             is_changed=True,

@@ -106,7 +106,17 @@ GGUF = CheckpointFormat(
     has_data_read=False,
 )
 
-FORMATS = {each.name: each for each in (SAFETENSORS, TORCH, GGUF)}
+DCP = CheckpointFormat(
+    name="dcp",
+    title="distributed checkpoint",
+    suffixes=(".metadata", ".distcp"),
+    whole_file=".metadata",
+    index_suffix=".distcp.index.json",
+    default_index="model.distcp.index.json",
+    reader="bigload.checkpoint.formats.dcp",
+)
+
+FORMATS = {each.name: each for each in (SAFETENSORS, TORCH, GGUF, DCP)}
 """In the order in which a folder that has several is searched."""
 
 

@@ -80,23 +80,51 @@ class Opaque:
     tensor_kind: str | None = None
 
 
-def unpickle(data: bytes) -> object:
+@dataclass(slots=True, eq=False)
+class Instance:
+    """Object of the class `kind` with the state that its pickle gives it, unchecked; a key of a dict by identity."""
+
+    kind: str
+    state: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceOf:
+    """Class whose objects become `Instance`s."""
+
+    kind: str
+
+
+Inert = Global | InstanceOf | Callable[..., object]
+"""What stands for a global: its name, a class of `Instance`s, or a function of this module in its place."""
+
+
+def unpickle(
+    data: bytes,
+    *,
+    more: Mapping[tuple[str, str], Inert] = MappingProxyType({}),
+    times: int = 1,
+) -> object:
     """Return what the pickle `data` describes: plain values, with `TensorRef`s for tensors and `Opaque`s for the rest.
 
-    Dicts have keys of text or whole numbers; attributes of dicts (`_metadata`) are dropped.
+    Dicts have keys of text or whole numbers, or `Instance`s; attributes of dicts (`_metadata`) are dropped. `more` are
+    globals that are listed beside those of state dicts, by module and name. `times` as many bytes and objects are read
+    as of a state dict.
 
     Raises:
         FormatError: it asks for a global that is not listed, uses an opcode that state dicts do not, is broken or too
             large.
     """
-    if len(data) > MAX_PICKLE_BYTES:
-        raise FormatError("pickle-too-large", f"its pickle has {len(data)} bytes, at most {MAX_PICKLE_BYTES} are read")
+    max_bytes, max_objects = times * MAX_PICKLE_BYTES, times * MAX_OBJECTS
+    if len(data) > max_bytes:
+        raise FormatError("pickle-too-large", f"its pickle has {len(data)} bytes, at most {max_bytes} are read")
     # These bytes occur in texts and numbers too, so they are at least as many as the objects.
     num_objects = sum(map(data.count, _OBJECT_OPCODES))
-    if num_objects > MAX_OBJECTS:
-        raise FormatError("pickle-too-large", f"its pickle makes {num_objects} objects, at most {MAX_OBJECTS} are made")
+    if num_objects > max_objects:
+        raise FormatError("pickle-too-large", f"its pickle makes {num_objects} objects, at most {max_objects} are made")
     file = BytesIO(data)
     unpickler = _Unpickler(file)
+    unpickler.more = more
     try:
         return unpickler.load()
     except (AttributeError, EOFError, LookupError, TypeError, ValueError, OverflowError, *_PICKLE_ERRORS):
@@ -124,9 +152,10 @@ class _Unpickler(pickle._Unpickler):
     read: Callable[[int], bytes]
     _file_read: Callable[[int], bytes]
     pop_mark: Callable[[], list[object]]
+    more: Mapping[tuple[str, str], Inert]
 
-    def find_class(self, module: str, name: str) -> Global | Callable[..., object]:
-        found = _GLOBALS.get((module, name))
+    def find_class(self, module: str, name: str) -> Inert:
+        found = _GLOBALS.get((module, name)) or self.more.get((module, name))
         if found is None:
             text = f"its pickle asks for {f'{module}.{name}'!r:.200}, which is no part of a state dict"
             raise FormatError("forbidden-global", f"{text}; nothing was executed{self.place()}")
@@ -165,16 +194,24 @@ class _Unpickler(pickle._Unpickler):
         # Keys are checked before they are hashed: to hash a tuple of tuples can take forever.
         target = self.stack[-1]
         for key in items[::2]:
-            if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < MAX_KEY):
+            if not isinstance(key, str | Instance) and not (isinstance(key, int) and abs(key) < MAX_KEY):
                 raise pickle.UnpicklingError
         if not isinstance(target, dict):
             raise pickle.UnpicklingError
         target.update(zip(items[::2], items[1::2], strict=True))
 
-    def drop_attributes(self) -> None:
-        # Those of a state dict are versions of modules. The base class would set them on any object.
-        self.stack.pop()
-        if not isinstance(self.stack[-1], dict | TensorRef):
+    def new_instance(self) -> None:
+        arguments, made = self.stack.pop(), self.stack.pop()
+        if not isinstance(made, InstanceOf) or not isinstance(arguments, tuple) or arguments:
+            raise pickle.UnpicklingError
+        self.append(Instance(made.kind))
+
+    def set_state(self) -> None:
+        # The attributes of a state dict are versions of modules. The base class would set them on any object.
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Instance):
+            target.state = state
+        elif not isinstance(target, dict | TensorRef):
             raise pickle.UnpicklingError
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
@@ -197,7 +234,8 @@ class _Unpickler(pickle._Unpickler):
         pickle.BINUNICODE8[0]: _text(8),
         pickle.SETITEM[0]: set_item,
         pickle.SETITEMS[0]: set_items,
-        pickle.BUILD[0]: drop_attributes,
+        pickle.BUILD[0]: set_state,
+        pickle.NEWOBJ[0]: new_instance,
     }
 
 
@@ -235,7 +273,8 @@ def _size(dimensions: object) -> tuple[object, ...]:
     return dimensions
 
 
-def _opaque(tensor_kind: str | None) -> Callable[..., Opaque]:
+def opaque(tensor_kind: str | None = None) -> Callable[..., Opaque]:
+    """Return a function that takes anything and returns an `Opaque`."""
     return lambda *_: Opaque(tensor_kind)
 
 
@@ -280,18 +319,18 @@ _GLOBALS: Mapping[tuple[str, str], Global | Callable[..., object]] = MappingProx
         ("collections", "OrderedDict"): _dict,
         ("collections", "Counter"): _dict,
         ("torch", "Size"): _size,
-        ("torch", "device"): _opaque(None),
-        ("torch.serialization", "_get_layout"): _opaque(None),
-        ("_codecs", "encode"): _opaque(None),  # bytes, below protocol 3
+        ("torch", "device"): opaque(None),
+        ("torch.serialization", "_get_layout"): opaque(None),
+        ("_codecs", "encode"): opaque(None),  # bytes, below protocol 3
         ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
         ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-        ("torch._utils", "_rebuild_qtensor"): _opaque("quantised by torch"),
-        ("torch._utils", "_rebuild_sparse_tensor"): _opaque("sparse"),
-        ("torch._utils", "_rebuild_nested_tensor"): _opaque("nested"),
-        ("torch._utils", "_rebuild_meta_tensor_no_storage"): _opaque("on the meta device, which holds no data"),
-        ("torch._utils", "_rebuild_wrapper_subclass"): _opaque("of a tensor subclass"),
-        ("torch._tensor", "_rebuild_from_type_v2"): _opaque("of a tensor subclass"),
+        ("torch._utils", "_rebuild_qtensor"): opaque("quantised by torch"),
+        ("torch._utils", "_rebuild_sparse_tensor"): opaque("sparse"),
+        ("torch._utils", "_rebuild_nested_tensor"): opaque("nested"),
+        ("torch._utils", "_rebuild_meta_tensor_no_storage"): opaque("on the meta device, which holds no data"),
+        ("torch._utils", "_rebuild_wrapper_subclass"): opaque("of a tensor subclass"),
+        ("torch._tensor", "_rebuild_from_type_v2"): opaque("of a tensor subclass"),
     }
 )

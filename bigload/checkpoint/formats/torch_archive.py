@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import TypeGuard
@@ -47,21 +48,13 @@ def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
         LegacyFileError: it is a bare pickle.
         FormatError: it breaks the format, or asks for what is no part of a state dict.
     """
-    _check_kind(read(0, min(512, num_bytes)), num_bytes)
-    archive = read_archive(read, num_bytes)
-    folder = next(iter(archive.records), "").partition("/")[0]
-    pickled = _check_contents(archive, folder)
-    if (byteorder := archive.records.get(f"{folder}/byteorder")) is not None:
-        order = _checked(read, byteorder, "byteorder", max_bytes=16)
-        if order != b"little":
-            raise FormatError("byte-order", f"its numbers are stored in the byte order {order!r}, expected b'little'")
-    raw = _checked(read, pickled, "data.pkl", max_bytes=MAX_PICKLE_BYTES)
-    found = find_state_dict(unpickle(raw), _is_tensor)
+    archive = _open(read, num_bytes)
+    found = find_state_dict(unpickle(archive.raw), _is_tensor)
     tensors: list[TensorInfo] = []
     problems: list[tuple[str, str]] = []
     for name, tensor in found.tensors.items():
         try:
-            tensors.append(_tensor(name, tensor, archive.records, f"{folder}/data/", file))
+            tensors.append(_tensor(name, tensor, archive.records, archive.data_folder, file))
         except FormatError as error:
             problems.append((error.code, f"tensor {name!r:.200}: {error.text}"))
     if problems:
@@ -70,14 +63,55 @@ def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
     shard = Shard(
         file=file,
         num_bytes=num_bytes,
-        header_parts=((pickled.start, pickled.stop), (archive.directory_start, num_bytes)),
-        header_sha256=hashlib.sha256(raw + directory).hexdigest(),
+        header_parts=((archive.pickled.start, archive.pickled.stop), (archive.directory_start, num_bytes)),
+        header_sha256=hashlib.sha256(archive.raw + directory).hexdigest(),
         metadata={},
         format="torch",
     )
     tensors.sort(key=lambda tensor: (tensor.span.start, tensor.span.stop))
     return ShardHeader(
-        shard=shard, tensors={tensor.name: tensor for tensor in tensors}, warnings=_left_out(file, found.left_out)
+        shard=shard, tensors={tensor.name: tensor for tensor in tensors}, warnings=left_out(file, found.left_out)
+    )
+
+
+def read_saved_tensor(read: ReadRange, num_bytes: int, name: str, file: str) -> tuple[TensorInfo, int]:
+    """Return the one tensor that an archive of `num_bytes` bytes is, under `name`, and where its directory starts.
+
+    Raises as `read_header` does.
+    """
+    archive = _open(read, num_bytes)
+    found = unpickle(archive.raw)
+    if not _is_tensor(found):
+        raise FormatError("not-a-tensor", f"it holds a {type(found).__name__}, expected one tensor")
+    return _tensor(name, found, archive.records, archive.data_folder, file), archive.directory_start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Archive:
+    """Records of an archive, those of storages below `data_folder`, and the pickled object."""
+
+    records: Mapping[str, ZipRecord]
+    data_folder: str
+    pickled: ZipRecord
+    raw: bytes
+    directory_start: int
+
+
+def _open(read: ReadRange, num_bytes: int) -> _Archive:
+    _check_kind(read(0, min(512, num_bytes)), num_bytes)
+    archive = read_archive(read, num_bytes)
+    folder = next(iter(archive.records), "").partition("/")[0]
+    pickled = _check_contents(archive, folder)
+    if (byteorder := archive.records.get(f"{folder}/byteorder")) is not None:
+        order = _checked(read, byteorder, "byteorder", max_bytes=16)
+        if order != b"little":
+            raise FormatError("byte-order", f"its numbers are stored in the byte order {order!r}, expected b'little'")
+    return _Archive(
+        records=archive.records,
+        data_folder=f"{folder}/data/",
+        pickled=pickled,
+        raw=_checked(read, pickled, "data.pkl", max_bytes=MAX_PICKLE_BYTES),
+        directory_start=archive.directory_start,
     )
 
 
@@ -142,7 +176,7 @@ def _tensor(
         raise FormatError("bad-tensor", "it is no view of a storage")
     dtype = _dtype(storage, tensor.dtype)
     record = _record(storage, records, data_folder)
-    (offset,) = _numbers((tensor.offset,), "offset")
+    (offset,) = numbers((tensor.offset,), "offset")
     shape, strides = _form(tensor)
     width = dtype.alignment  # torch counts bytes where several elements are packed into one
     is_plain = _is_row_by_row(shape, strides)
@@ -177,7 +211,7 @@ def _record(storage: StorageRef, records: Mapping[str, ZipRecord], data_folder: 
 
 
 def _form(tensor: TensorRef) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shape, strides = _numbers(tensor.shape, "shape"), _numbers(tensor.strides, "strides")
+    shape, strides = numbers(tensor.shape, "shape"), numbers(tensor.strides, "strides")
     if len(shape) != len(strides):
         raise FormatError("bad-shape", f"{counted(len(shape), 'dimension')}, but {counted(len(strides), 'stride')}")
     if prod(filter(None, shape)) > MAX_ELEMENTS:
@@ -206,7 +240,8 @@ def _element_bytes(kind: str) -> int:
     return 16 if torch_name == "complex128" else _BY_TORCH_NAME[torch_name].alignment
 
 
-def _numbers(values: object, what: str) -> tuple[int, ...]:
+def numbers(values: object, what: str) -> tuple[int, ...]:
+    """Return `values`, which a pickle gives as `what`, if they are sizes or offsets of dimensions."""
     if not isinstance(values, tuple) or len(values) > MAX_DIMENSIONS:
         raise FormatError("bad-shape", f"its {what} is no list of at most {MAX_DIMENSIONS} numbers")
     for value in values:
@@ -228,7 +263,8 @@ def _is_row_by_row(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _left_out(file: str, keys: Iterable[str]) -> tuple[CheckpointWarning, ...]:
+def left_out(file: str, keys: Iterable[str]) -> tuple[CheckpointWarning, ...]:
+    """Return the warning that `file` holds values by these `keys` that are no weights; none without keys."""
     names = list(keys)
     if not names:
         return ()

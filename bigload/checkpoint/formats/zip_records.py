@@ -95,8 +95,11 @@ def read_archive(read: ReadRange, num_bytes: int) -> ZipArchive:
 
 def _find_directory(read: _ReadHeader, num_bytes: int) -> tuple[int, int, int]:
     """Return where the directory begins and ends, and how many records it should list."""
-    tail_start = max(0, num_bytes - _END.size - _MAX_COMMENT_BYTES)
+    tail_start = max(0, num_bytes - _END.size)
     tail = read(tail_start, num_bytes - tail_start)
+    if not (tail.startswith(b"PK\5\6") and tail.endswith(b"\0\0")):  # a comment may follow; torch writes none
+        tail_start = max(0, num_bytes - _END.size - _MAX_COMMENT_BYTES)
+        tail = read(tail_start, num_bytes - tail_start)
     found = tail.rfind(b"PK\5\6")
     if found < 0 or len(tail) - found < _END.size:
         raise FormatError("file-truncated", f"the file is cut off: {num_bytes} bytes without the end of a zip archive")

@@ -16,7 +16,7 @@ from bigload.checkpoint.byte_source import address_text, scheme_of
 from bigload.checkpoint.model import Checkpoint, Span
 from bigload.checkpoint.part import PartDescription
 from bigload.distributed.process_group import SingleProcess
-from bigload.errors import OptionError
+from bigload.errors import OptionError, UnsupportedFormatError
 from bigload.layouts.choices import Verify
 from bigload.layouts.fetching.options import DEFAULT_MAX_INFLIGHT, FetchOptions
 from bigload.layouts.fetching.parts import byte_ranges, fetched_output
@@ -170,6 +170,9 @@ def prepare_fetch(
     asked = options or FetchOptions()
     plan = read_plan(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
     checkpoint, plan = open_source(model) if plan is None else open_source(plan, checkpoint=model)
+    if checkpoint.format == "dcp" or checkpoint.assembled:
+        hint = "reshard reads it where it is, and writes one folder of safetensors: bigload reshard SOURCE OUT"
+        raise UnsupportedFormatError(checkpoint.path, "fetch copies no distributed checkpoints", hint=hint)
     target = output_folder(checkpoint.name if out is None else out)
     check_apart(checkpoint, target)
     files = folder_files(checkpoint, include=asked.include, exclude=asked.exclude)

@@ -58,7 +58,7 @@ def packed_view(model: nn.Module, checkpoint: Checkpoint) -> tuple[CheckpointVie
     if not packed:
         return view_for(model, checkpoint), {}
     parts = {name for each in packed for name in (*each.parts, *each.descriptions)}
-    rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in parts}
+    rest = {name: tensor for name, tensor in checkpoint.stored.items() if name not in parts}
     view = view_for(model, replace(CheckpointView.of(checkpoint), tensors=rest))
     names = names_in_model(model, [each.name for each in packed]) if is_of_transformers(model) else {}
     renamed = {names.get(each.name, each.name): each for each in packed}
@@ -70,7 +70,7 @@ def packed_view(model: nn.Module, checkpoint: Checkpoint) -> tuple[CheckpointVie
         new = {part: f"{owner}{part[len(old) :]}" for part in (*each.parts, *each.descriptions)}
         moved[name] = replace(each, parts=tuple(new[part] for part in each.parts))
         for part in each.parts:
-            tensor = checkpoint.tensors[part]
+            tensor = checkpoint.stored[part]
             stored[new[part]], sources[new[part]] = replace(tensor, name=new[part]), as_stored(tensor)
     conversion = view.conversion
     if conversion is not None:

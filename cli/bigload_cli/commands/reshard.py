@@ -142,6 +142,12 @@ def reshard(
         list[str] | None,
         typer.Option("--set-metadata", metavar="KEY=VALUE", help="Write this into each file's header."),
     ] = None,
+    all_tensors: Annotated[
+        bool,
+        typer.Option(
+            "--all-tensors", help="Of a distributed checkpoint: also what is not the model's (optimizer state)."
+        ),
+    ] = False,
     offload_format: Annotated[
         OffloadFormat, typer.Option("--offload-format", help="Files per block, or accelerate's .dat per tensor.")
     ] = OffloadFormat.SAFETENSORS,
@@ -169,6 +175,7 @@ def reshard(
     max_shard_bytes = (
         None if max_shard_size.strip().lower() == "none" else size_option("--max-shard-size", max_shard_size)
     )
+    from bigload.checkpoint.source import open_checkpoint
     from bigload.distributed.joining import launched_process_group
     from bigload.distributed.process_group import run_on_all_ranks
     from bigload.layouts.dtype_rules import dtype_rule
@@ -216,7 +223,7 @@ def reshard(
             threads=io_threads,
             max_inflight=in_flight,
         )
-        return prepare_reshard(source, out, options)
+        return prepare_reshard(open_checkpoint(source, all_tensors=True) if all_tensors else source, out, options)
 
     # torchrun: all ranks share the work, and the first one reports
     with named_as_options(_OPTIONS), launched_process_group() as team:

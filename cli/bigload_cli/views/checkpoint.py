@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bigload.checkpoint.formats.registry import FORMATS
-from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.model import Checkpoint, TensorInfo, spans_of
 from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.plain_text import PlainTable, Styled, printable
 from bigload.planning.model.module_tree import ModuleNode
@@ -78,7 +78,7 @@ def modules(checkpoint: Checkpoint, rows: Sequence[OutlineRow], *, blocks: bool)
 def shards(checkpoint: Checkpoint) -> PlainTable:
     """Return a row for every file."""
     table = PlainTable(("SHARD", "TENSORS", "SIZE", "HEADER", "HEADER SHA-256"), right=("TENSORS", "SIZE", "HEADER"))
-    held = Counter(tensor.span.file for tensor in checkpoint.tensors.values())
+    held = Counter(file for tensor in checkpoint.stored.values() for file in {span.file for span in spans_of(tensor)})
     for shard in checkpoint.shards:
         size, header = format_size(shard.num_bytes), format_size(shard.header_bytes)
         table.add(shard.file, str(held[shard.file]), size, header, shard.header_sha256[:16])
@@ -91,7 +91,7 @@ def tensors(infos: Sequence[TensorInfo]) -> PlainTable:
     for tensor in infos:
         span = tensor.span
         row = (tensor.name, tensor.dtype.name, str(list(tensor.shape)), format_size(tensor.num_bytes))
-        table.add(*row, span.file, f"{span.start}-{span.stop}")
+        table.add(*row, *((span.file, f"{span.start}-{span.stop}") if span.file else ("in several parts", "")))
     return table
 
 

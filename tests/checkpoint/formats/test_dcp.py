@@ -1,0 +1,66 @@
+"""Distributed checkpoints of torch: what real ranks save is found, joined, loaded and written as one folder."""
+
+import distributed_checkpoints as saved
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import bigload
+from rank_processes import run_ranks
+
+KINDS = [("fsdp", 2), ("tp", 2), ("fsdp", 3), ("fsdp+tp", 4)]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+def folder(request, tmp_path_factory):
+    kind, size = request.param
+    made = tmp_path_factory.mktemp("dcp") / "saved"
+    assert run_ranks(size, saved.save, kind, str(made)) == [True] * size
+    return made
+
+
+def equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_the_model_is_read_under_its_own_names(folder):
+    expected = saved.model().state_dict()
+    opened = bigload.open_checkpoint(folder)
+    assert opened.format == "dcp"
+    assert opened.assembled
+    assert {name: tensor.shape for name, tensor in opened.tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
+    }
+    assert opened.total_bytes == opened.stored_bytes == sum(tensor.nbytes for tensor in expected.values())
+    assert "that are no weights: 'optim." in opened.warnings[0].text
+    equal(dict(bigload.load(folder)), expected)
+
+
+def test_it_is_written_as_one_folder_of_safetensors_as_torch_would(folder, tmp_path):
+    dcp_to_torch_save(folder, tmp_path / "torch.pt")
+    bigload.reshard(folder, tmp_path / "out", max_shard_bytes=None)
+    equal(load_file(tmp_path / "out" / "model.safetensors"), torch.load(tmp_path / "torch.pt")["model"])
+
+
+def test_all_tensors_are_read_on_demand(folder):
+    opened = bigload.open_checkpoint(folder, all_tensors=True)
+    assert "optim.state.up.weight.exp_avg" in opened.tensors
+    equal(
+        {name.removeprefix("model."): each for name, each in bigload.load(opened).items() if name.startswith("model.")},
+        saved.model().state_dict(),
+    )
+
+
+def test_a_model_is_filled(folder):
+    made = saved.Mlp()
+    bigload.load(folder, into=made)
+    equal(made.state_dict(), saved.model().state_dict())
+
+
+def test_experts_of_several_ranks_are_joined(tmp_path):
+    run_ranks(2, saved.save_experts, str(tmp_path / "saved"))
+    equal(dict(bigload.load(tmp_path / "saved")), saved.experts())
