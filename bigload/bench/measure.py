@@ -13,6 +13,7 @@ from bigload.bench.storage_rates import probed_checkpoint, storage_rates
 from bigload.machine.hardware import hardware_of
 from bigload.machine.machine_profile import DeviceProfile, MachineProfile
 from bigload.machine.memory import available_memory, proc_sizes
+from bigload.machine.other_programs import OtherPrograms
 from bigload.units import GIB, MIB
 
 _THIS_MACHINE = "this machine"
@@ -32,11 +33,19 @@ FULL, QUICK = Effort(num_bytes=GIB, seconds=2), Effort(num_bytes=256 * MIB, seco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMachine:
-    """The profile, what it was measured on in words, and sentences about figures that may not hold."""
+    """A measured profile.
+
+    Attributes:
+        profile: The figures.
+        hardware: What they were measured on, in words.
+        notes: Sentences about figures that may not hold.
+        is_disturbed: Whether other programs used the machine meanwhile, so that the figures are lower than usual.
+    """
 
     profile: MachineProfile
     hardware: str
     notes: tuple[str, ...]
+    is_disturbed: bool = False
 
 
 def measure_machine(
@@ -58,7 +67,7 @@ def measure_machine(
     room = available_memory()
     if room is not None:
         effort = replace(effort, num_bytes=min(effort.num_bytes, room // 4))
-    notes = list(_about_the_load())
+    others, notes = OtherPrograms(), []
     on_run("a file to read")
     with probed_checkpoint(path, effort.num_bytes) as checkpoint:
         storage = storage_rates(checkpoint, seconds=effort.seconds, on_run=on_run)
@@ -88,16 +97,13 @@ def measure_machine(
         ram_bytes=proc_sizes(Path("/proc/meminfo")).get("MemTotal"),
         devices=devices,
     )
-    return MeasuredMachine(profile=profile, hardware=str(hardware), notes=(*storage.notes, *notes))
-
-
-def _about_the_load() -> list[str]:
-    busy, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if busy < cores / 2:
-        return []
-    return [
-        f"other programs were running (load average {busy:.1f} on {cores} cores): figures are lower than they need be"
-    ]
+    is_disturbed = others.disturb()
+    if is_disturbed:
+        cores = f"{others.busy_cores():.1f} of {len(os.sched_getaffinity(0))} cores"
+        notes.append(f"other programs, or the host, kept {cores} busy meanwhile: figures are lower than usual")
+    return MeasuredMachine(
+        profile=profile, hardware=str(hardware), notes=(*storage.notes, *notes), is_disturbed=is_disturbed
+    )
 
 
 def _devices(effort: Effort, cpu: str, on_run: Callable[[str], None]) -> tuple[tuple[DeviceProfile, ...], list[str]]:

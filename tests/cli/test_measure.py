@@ -17,17 +17,23 @@ PROFILE = replace(known_machine("h100"), name="this machine", source="measured",
 NOTE = "cuda:1 is taken to be like cuda:0"
 
 
+class Asked(list):
+    """How it was measured; `disturb` has other programs run meanwhile."""
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """Have figures at hand; return how they were asked for."""
-    asked = []
+    asked = Asked()
 
-    def measure_machine(path, *, effort, on_run):
+    def measure_machine(path, *, effort=measure.FULL, on_run):
         asked.append((path, effort))
         on_run("a file to read")
-        return measure.MeasuredMachine(profile=PROFILE, hardware="A CPU, 8 threads", notes=(NOTE,))
+        return measure.MeasuredMachine(profile=PROFILE, hardware="A CPU, 8 threads", notes=(NOTE,), **facts)
 
+    facts = {}
     monkeypatch.setattr(measure, "measure_machine", measure_machine)
+    asked.disturb = lambda: facts.update(is_disturbed=True)
     return asked
 
 
@@ -69,6 +75,26 @@ def test_quiet_names_the_kept_file(run, measured, cache, tmp_path):
     done = run("bigload measure -q", env=cache)
     (kept,) = (tmp_path / "cache/bigload/profiles").iterdir()
     assert (done.stdout, done.stderr) == (f"{kept}\n", "")
+
+
+def test_a_profile_of_a_busy_machine_is_kept_only_when_asked_for(run, measured, cache, tmp_path):
+    measured.disturb()
+    done = run("bigload measure -o box.json", env=cache)
+    assert done.code == 0
+    assert "warning: the profile is not kept for later plans: measure again when the machine is idle" in done.stderr
+    assert not (tmp_path / "cache/bigload/profiles").exists()
+    assert run("bigload measure -q", env=cache).stdout == "\n"
+    assert run("bigload measure --keep", env=cache).code == 0
+    assert len(list((tmp_path / "cache/bigload/profiles").iterdir())) == 1
+
+
+def test_a_plan_uses_the_profile_of_a_busy_machine_and_keeps_it_not(run, measured, cache, tmp_path):
+    measured.disturb()
+    done = run("bigload plan tiny-llama -m cpu=1GiB --measure", env=cache)
+    assert done.code == 0
+    assert "measured here" in done.stdout
+    assert "warning: the profile is for this plan only" in done.stderr
+    assert not (tmp_path / "cache/bigload/profiles").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(run, measured, tmp_path):

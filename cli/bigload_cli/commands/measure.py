@@ -9,6 +9,8 @@ import typer
 
 from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption
 
+NOT_KEPT = "the profile is not kept for later plans: measure again when the machine is idle, or add --keep"
+
 EPILOG = """\b
 Examples:
   bigload measure --quick
@@ -20,6 +22,7 @@ The profile is kept for later plans, one for this hardware and each file
 system. WEIGHTS is what a token takes of a device's own memory, PRODUCTS are
 those of large matrices, BLOCK is what the small operations of one block of a
 transformer take. -q prints the name of the file that holds the profile.
+Where other programs keep a tenth of the cores busy meanwhile, it is not kept.
 """
 
 
@@ -34,6 +37,9 @@ def measure(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the profile, too; - is stdout.")
     ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the profile although other programs used the machine meanwhile.")
+    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,
@@ -55,7 +61,8 @@ def measure(
     on_stdout = check_results([out], made_by=SCHEMA, as_json=as_json and not is_stdout(out))
     with output.status_line(quiet=quiet) as on_run:
         found = measure_machine(path, effort=QUICK if quick else FULL, on_run=on_run)
-    kept = keep_profile(path, found.profile)
+    is_kept = keep or not found.is_disturbed
+    kept = keep_profile(path, found.profile) if is_kept else None
     text = found.profile.to_json()
     written = write_results([(out, lambda: text)])
     if on_stdout:
@@ -71,6 +78,8 @@ def measure(
         return
     for note in found.notes:
         output.say(f"note: {printable(note)}")
-    if kept is None:
+    if not is_kept:
+        output.say(f"warning: {NOT_KEPT}")
+    elif kept is None:
         output.say("warning: the profile is not kept: bigload's cache folder cannot be written to")
     say_written([*written, *([] if kept is None else [kept])])

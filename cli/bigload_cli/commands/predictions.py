@@ -116,12 +116,18 @@ def _of_this_machine(path: str, *, measure: bool, quiet: bool) -> MachineProfile
     if measure:
         from bigload.bench.measure import measure_machine
         from bigload.machine.profile_cache import keep_profile
+        from bigload.plain_text import printable
         from bigload_cli import output
 
         with output.status_line(quiet=quiet) as on_run:
-            found = measure_machine(path, on_run=on_run).profile
-        keep_profile(path, found)
-        return found
+            found = measure_machine(path, on_run=on_run)
+        if not found.is_disturbed:
+            keep_profile(path, found.profile)
+        for note in found.notes:
+            output.say(f"note: {printable(note)}")
+        if found.is_disturbed:
+            output.say("warning: the profile is for this plan only: measure again when the machine is idle")
+        return found.profile
     from bigload.machine.profile_cache import cached_profile, profiles_folder
 
     if not profiles_folder().exists() or not Path(path).exists():  # nothing was measured, or it is not here
