@@ -115,6 +115,11 @@ class StoredTensors(Mapping[str, TensorInfo]):
             rows.update(part._rows)
         return cls(rows)
 
+    def moved(self, *, prefix: str = "", folder: str = "") -> StoredTensors:
+        """Return them with `prefix` before each name and `folder` before each file."""
+        rows = {f"{prefix}{name}": (row[0], f"{folder}{row[1]}", *row[2:]) for name, row in self._rows.items()}
+        return StoredTensors(rows)
+
     @cached_property
     def forms(self) -> Mapping[str, StoredForm]:
         """Their forms by name."""
@@ -158,6 +163,18 @@ class StoredTensors(Mapping[str, TensorInfo]):
 def _tensor_of(name: str, row: TensorRow) -> TensorInfo:
     form, file, start, stop = row
     return TensorInfo(name, STORED_DTYPES[form.dtype_name], form.shape, Span(file, start, stop))
+
+
+def moved(tensors: Mapping[str, TensorInfo], *, prefix: str = "", folder: str = "") -> Mapping[str, TensorInfo]:
+    """Return `tensors` with `prefix` before each name and `folder` before each file."""
+    if isinstance(tensors, StoredTensors):
+        return tensors.moved(prefix=prefix, folder=folder)
+    return {
+        f"{prefix}{name}": replace(
+            tensor, name=f"{prefix}{name}", span=tensor.span._replace(file=f"{folder}{tensor.span.file}")
+        )
+        for name, tensor in tensors.items()
+    }
 
 
 def forms_of(tensors: Mapping[str, TensorInfo]) -> Mapping[str, StoredForm]:
@@ -309,6 +326,19 @@ class ShardHeader:
     warnings: tuple[CheckpointWarning, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One component of a pipeline: the folder `name`, which `library` loads as `class_name`.
+
+    `checkpoint` is what its folder holds, opened by itself; `None` for what has no weights, such as a tokenizer.
+    """
+
+    name: str
+    library: str
+    class_name: str
+    checkpoint: Checkpoint | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A validated checkpoint, opened by `bigload.open_checkpoint`; holds no weights.
@@ -321,6 +351,8 @@ class Checkpoint:
         tensors: By name, in the order in which they lie in the shards.
         config: The model's `config.json`, where there is one.
         assembled: What those of `tensors` are made of that lie in several pieces. Their spans name no file.
+        components: Of a pipeline, in the order of `model_index.json`; empty for a model. Tensors of a pipeline are
+            named `component.tensor`, and its shards `component/file`.
     """
 
     path: str
@@ -331,6 +363,7 @@ class Checkpoint:
     config: Mapping[str, object] | None
     warnings: tuple[CheckpointWarning, ...] = ()
     assembled: Mapping[str, AssembledTensor] = field(default_factory=dict)
+    components: tuple[Component, ...] = ()
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:

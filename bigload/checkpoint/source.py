@@ -18,6 +18,7 @@ from bigload.checkpoint.formats.gguf_splits import split_files, split_problems
 from bigload.checkpoint.formats.registry import (
     DCP,
     FORMATS,
+    LIBRARY_BASES,
     CheckpointFormat,
     LegacyFileError,
     main_files,
@@ -28,13 +29,13 @@ from bigload.checkpoint.formats.unsupported import (
     adapter_warning,
     refuse_other_file,
     refuse_other_folder,
-    refuse_pipeline,
 )
 from bigload.checkpoint.index import ShardIndex, read_beside, read_index, resolve_shard
 from bigload.checkpoint.model import (
     AssembledTensor,
     Checkpoint,
     CheckpointWarning,
+    Component,
     ShardHeader,
     StoredTensor,
     StoredTensors,
@@ -42,6 +43,7 @@ from bigload.checkpoint.model import (
     sizes_of,
 )
 from bigload.checkpoint.part import part_warning
+from bigload.checkpoint.pipeline import PIPELINE_FILE, as_one_checkpoint, listed_components
 from bigload.checkpoint.sources.listings import identity_of, listed
 from bigload.checkpoint.sources.small_reads import GUESSED_BYTES
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
@@ -91,6 +93,7 @@ def open_checkpoint(
     Of what torch.distributed.checkpoint saved (`.metadata` and the files it names; or `shard-*.safetensors`), tensors
     are joined from the parts that ranks hold; of `.metadata`, the model's tensors are taken, by the names that they
     have in its state dict.
+    A pipeline of diffusers (`model_index.json`) is one checkpoint of all its `components`.
 
     Args:
         path: What to open.
@@ -102,7 +105,7 @@ def open_checkpoint(
 
     Raises:
         CheckpointNotFoundError: nothing there, or nothing that is a checkpoint.
-        UnsupportedFormatError: weights in another format, or a pipeline of several models; it says what it is.
+        UnsupportedFormatError: weights in another format; it says what it is.
         InvalidCheckpointError: files break the format or contradict the index; `.problems` lists them all.
         LegacyPickleError: files of torch before 1.6, which have no parts that could be read by themselves.
         AccessDeniedError: a service refuses it to this user.
@@ -255,21 +258,13 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
 def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
     """Open the checkpoint in a folder whose files are `listed`, with those of its folders as `folder/name`."""
     names = [name for name in listed if "/" not in name]
-    for form in FORMATS.values():
-        indexes = [name for name in names if name.endswith(form.index_suffix)]
-        if form.whole_file in names:
-            return _open_files(root, None, [form.whole_file], path)
-        if form.default_index in indexes:
-            return _open_sharded(root, form.default_index, path)
-        if len(indexes) == 1:
-            return _open_sharded(root, indexes[0], path)
-        if indexes:
-            hint = f"name the one you mean: {root / indexes[0]}"
-            raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
-    refuse_pipeline(root, path, listed)
-    indexes = [name for name in names if name.endswith(".index.json")]
-    if len(indexes) == 1:
-        return _open_sharded(root, indexes[0], path)
+    main = _main_file(root, names, path)
+    if main is None and PIPELINE_FILE in names:
+        return _open_pipeline(root, listed, path)
+    if main := main or _main_file_of_library(names):
+        if main.endswith(".index.json"):
+            return _open_sharded(root, main, path)
+        return _open_files(root, None, [main], path)
     what_else = _what_else(root, listed)
     files = _files_of_first_form(names)
     is_split = bool(files) and files[0].endswith(".gguf") and set(files) == set(split_files(files[0]))
@@ -281,6 +276,66 @@ def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
     if not files and what_else is None:
         refuse_other_folder(path, names)
     raise CheckpointNotFoundError(path, _why_none(names), hint=what_else or _one_of(root, files))
+
+
+def _main_file(root: Path, names: list[str], path: str) -> str | None:
+    """Return the file or index by which transformers and others load a folder."""
+    for form in FORMATS.values():
+        indexes = [name for name in names if name.endswith(form.index_suffix)]
+        for file in (form.whole_file, form.default_index):
+            if file in names:
+                return file
+        if len(indexes) > 1:
+            for base in LIBRARY_BASES:
+                if f"{base}{form.index_suffix}" in indexes:
+                    return f"{base}{form.index_suffix}"
+            hint = f"name the one you mean: {root / indexes[0]}"
+            raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
+        if indexes:
+            return indexes[0]
+    return None
+
+
+def _main_file_of_library(names: list[str]) -> str | None:
+    """Return the file by which diffusers or PEFT loads a folder, whatever variants are beside it; else a lone index."""
+    files = (f"{base}{suffix}" for form in FORMATS.values() for base in LIBRARY_BASES for suffix in form.suffixes)
+    indexes = [name for name in names if name.endswith(".index.json")]
+    return next((file for file in files if file in names), indexes[0] if len(indexes) == 1 else None)
+
+
+def _open_pipeline(root: Path, listed: list[str], path: str) -> Checkpoint:
+    """Open every component of a pipeline of diffusers, as one checkpoint."""
+    components: list[Component] = []
+    warnings: list[CheckpointWarning] = []
+    for component in listed_components(root, path):
+        shown = f"{path.rstrip('/')}/{component.name}"
+        names = _names_in(root, component.name, listed, path)
+        if any(name.endswith(weight_suffixes()) for name in names):
+            components.append(replace(component, checkpoint=_open_names(root / component.name, names, shown)))
+            continue
+        refuse_other_folder(shown, names)
+        components.append(component)
+        if not names or "config.json" in names:
+            missing = "no folder" if not names else "a config.json and no weights"
+            text = f"{component.name} ({component.class_name}) has {missing} here: the pipeline is not whole"
+            warnings.append(CheckpointWarning(code="missing-component", text=text))
+    if not any(component.checkpoint for component in components):
+        hint = "name the folder that save_pretrained of diffusers wrote, or fetch the repository whole"
+        raise CheckpointNotFoundError(path, "a diffusers pipeline none of whose components has weights", hint=hint)
+    return as_one_checkpoint(path, root, components, warnings)
+
+
+def _names_in(root: Path, folder: str, listed: list[str], path: str) -> list[str]:
+    """Return the files in a component's folder; a pipeline in a pipeline is none, so links cannot make it endless."""
+    if not scheme_of(root).is_local:
+        return [name.removeprefix(f"{folder}/") for name in listed if name.startswith(f"{folder}/")]
+    place = resolve_shard(root, folder)
+    if isinstance(place, str):
+        raise InvalidCheckpointError(
+            path, [Problem(code="unsafe-path", file=PIPELINE_FILE, text=f"the component {folder!r} {place}")]
+        )
+    found = sorted(file.name for file in place.iterdir() if not file.is_dir()) if place.is_dir() else []
+    return [name for name in found if name != PIPELINE_FILE]
 
 
 def _open_by_known_names(root: Path, path: str) -> Checkpoint:

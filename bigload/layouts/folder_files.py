@@ -18,6 +18,7 @@ from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
 from bigload.checkpoint.formats.registry import weight_suffixes
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.pipeline import components_of, in_pipeline
 from bigload.errors import InvalidCheckpointError, Problem, ReadError
 from bigload.layouts.other_weights import FOREIGN_SUFFIXES, MAX_CARRIED_BYTES, LeftOut
 from bigload.layouts.verification.manifest import MANIFEST_FILE
@@ -107,6 +108,9 @@ def _is_file(checkpoint: Checkpoint) -> bool:
 
 def _left_out(checkpoint: Checkpoint, listing: Mapping[str, SourceIdentity]) -> Iterator[tuple[str, LeftOut]]:
     own = {shard.file for shard in checkpoint.shards}
+    parents = {".", *(str(PurePosixPath(file).parent) for file in own)}
+    components = {component.name for component in checkpoint.components}  # one is called scheduler
+    indexes = {checkpoint.index_file, *(in_pipeline(each, name).index_file for name, each in components_of(checkpoint))}
     folders = {str(PurePosixPath(name).parent) for name in listing if name.endswith(".safetensors")}
     carried: dict[str, int] = {}
     for name in sorted(listing.keys() - own):
@@ -115,12 +119,13 @@ def _left_out(checkpoint: Checkpoint, listing: Mapping[str, SourceIdentity]) -> 
             continue
         if path.parts[0] in _OTHER_FORMS or path.suffix in _OTHER_SUFFIXES:
             yield name, LeftOut.FORM
-        elif any(_TRAINING.fullmatch(part) for part in path.parts):
+        elif any(_TRAINING.fullmatch(part) for part in path.parts if part not in components):
             yield name, LeftOut.TRAINING
         elif name.endswith((".index.json", *weight_suffixes())):
-            is_beside_own = str(path.parent) == "." and name != checkpoint.index_file
+            is_beside_own = str(path.parent) in parents and name not in indexes
             is_second_form = str(path.parent) in folders and ".safetensors" not in name
-            if _WHOLE_MODEL.fullmatch(path.name) and (is_beside_own or is_second_form):
+            is_whole_pipeline = bool(checkpoint.components) and str(path.parent) == "."
+            if is_whole_pipeline or (_WHOLE_MODEL.fullmatch(path.name) and (is_beside_own or is_second_form)):
                 yield name, LeftOut.FORM
             elif path.suffix != ".json":
                 carried[name] = listing[name].num_bytes

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bigload.checkpoint.formats.registry import SAFETENSORS
+from bigload.checkpoint.formats.registry import LIBRARY_BASES, SAFETENSORS
 from bigload.checkpoint.index import encode_index
 from bigload.checkpoint.model import AssembledTensor, Checkpoint
 from bigload.conversion.computed_tensor import ComputedTensor
@@ -18,8 +18,6 @@ from bigload.planning.plan import Plan
 
 TENSOR_ALIGNMENT = 64
 _NUMBER = re.compile(r"-\d+-of-\d+$")
-_LIBRARY_BASES = ("diffusion_pytorch_model", "adapter_model")
-"""Under which diffusers and PEFT look for weights, whatever the format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +119,7 @@ def base_name(checkpoint: Checkpoint) -> str:
         if stored.endswith(suffix) and (base := _NUMBER.sub("", stored.removesuffix(suffix))):
             return base
     base = stored.partition(".")[0]
-    return base if base in _LIBRARY_BASES else "model"
+    return base if base in LIBRARY_BASES else "model"
 
 
 def numbered(parts: Sequence[Sequence[OutputTensor]], *, folder: str, base: str) -> tuple[OutputFile, ...]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
 from bigload.checkpoint.formats.registry import GGUF, check_data_is_read
 from bigload.checkpoint.model import Checkpoint, TensorInfo, forms_of
+from bigload.checkpoint.pipeline import refuse_pipeline
 from bigload.conversion.computed_tensor import ComputedTensor, Operand
 from bigload.errors import NotEnoughSpaceError, OptionError, OutputExistsError, WriteError
 from bigload.extras import require
@@ -97,6 +98,10 @@ def prepare_reshard(
     is_gguf = checkpoint.format == GGUF.name
     if not is_gguf:
         check_data_is_read(checkpoint)
+    if options.layout not in (None, "shards") or options.tp is not None or plan is not None or is_gguf:
+        refuse_pipeline(checkpoint, asked="layout but shards, of safetensors and torch files,")
+    if options.names is not None or options.transforms:
+        refuse_pipeline(checkpoint, asked="change of names or tensors")
     kernel = KernelCopy.NOTHING
     if options.dtypes.dtype is None and scheme_of(checkpoint.root).is_local:
         kernel = kernel_copy(checkpoint.root, _existing(target))

@@ -9,7 +9,7 @@ import errno
 import os
 from collections.abc import Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -100,6 +100,8 @@ def files_beside(
         ReadError: a file is not readable. They are copied last, so this is checked first.
         OptionError: weights of other parts cannot be copied.
     """
+    if checkpoint.components:
+        return _files_beside_components(checkpoint, output, dtype)
     taken = _taken(output)
     if not scheme_of(checkpoint.root).is_local:
         return _remote_files_beside(checkpoint, output, taken, dtype)
@@ -116,6 +118,35 @@ def files_beside(
         config_dtype = dtype if path == config else None
         files.append(SideFile(path=path, name=name, num_bytes=path.stat().st_size, dtype=config_dtype))
     return tuple(files), tuple(weights.notes())
+
+
+def _files_beside_components(
+    pipeline: Checkpoint, output: Output, dtype: DType | None
+) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
+    """Return the files beside the weights of each component, and those of the pipeline that belong to none.
+
+    Other weights in the pipeline's own folder are all of it in one file, or other forms of it.
+    """
+    files, notes = [], []
+    folders = {each.name: each for each in pipeline.components if each.checkpoint is not None}
+    for name, component in folders.items():
+        assert component.checkpoint is not None
+        own = [file for file in output.files if file.file.startswith(f"{name}/")]
+        below = Output(files=tuple(replace(file, file=file.file.removeprefix(f"{name}/")) for file in own))
+        # Configs of diffusers state no dtype, and it warns of one.
+        config_dtype = None if component.library == "diffusers" else dtype
+        found, noted = files_beside(component.checkpoint, below, dtype=config_dtype)
+        files += [replace(file, name=f"{name}/{file.name}") for file in found]
+        notes += [f"{name}: {note}" for note in noted]
+    if scheme_of(pipeline.root).is_local:
+        beside = {name: path.stat().st_size for name, path in _small_files(pipeline, folders, OtherWeights())}
+    else:
+        listed = folder_files(pipeline)
+        beside = {name: identity.num_bytes for name, identity in listed.beside.items()}
+        beside = {name: size for name, size in beside.items() if name.partition("/")[0] not in folders}
+        notes += listed.notes()
+    files += [SideFile(path=pipeline.root / name, name=name, num_bytes=size) for name, size in sorted(beside.items())]
+    return tuple(files), tuple(notes)
 
 
 def _remote_files_beside(

@@ -80,7 +80,10 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
     if quantised is not None:
         text = f"weights are quantised, {quantised}: counted as they are stored, without room to unpack them"
         yield PlanNote(code="quantised", text=text)
-    if structure.checkpoint.config is None:
+    if structure.checkpoint.components:
+        text = "weights of all components are counted; latents, activations and text caches of a pipeline are not"
+        yield PlanNote(code="unknown", text=text)
+    elif structure.checkpoint.config is None:
         text = (
             "no config.json could be read: whether a head shares the embedding and how experts are chosen is not known"
         )

@@ -12,9 +12,9 @@ from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.layouts.verification.manifest import FileRecord, Manifest, ManifestSource, manifest_lines
 from bigload.machine.machine_profile import DeviceProfile, MachineProfile
 from bigload.planning.expert_stats import ExpertStats
-from builders import make_checkpoint, make_split, record_of, write_shard
+from builders import make_checkpoint, make_pipeline, make_split, record_of, write_shard
 
-VERSIONS = {"plan": "1.2", "inspect": "1.2", "reshard": "1.1", "bench-load": "1.1", "profile": "1.1"}
+VERSIONS = {"plan": "1.2", "inspect": "1.3", "reshard": "1.1", "bench-load": "1.1", "profile": "1.1"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 QUESTIONS = ["explain", "compare", "fits", "gpus", "max-context"]
 NAMES = [
@@ -41,6 +41,7 @@ COMMANDS = [
     "bigload inspect tiny-llama --json --tensors --shards --depth 9",
     "bigload inspect tiny-llama/model-00002-of-00004.safetensors --json",
     "bigload inspect empty.safetensors --json",
+    "bigload inspect pipeline --json",
     "bigload inspect torch.bin --json --tensors --shards",
     "bigload inspect tiny.json --json",
     "bigload plan llama-70b -m cuda:0=22GiB,cuda:1=22GiB,cpu=64GiB --json",
@@ -152,6 +153,7 @@ def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     write_shard(here / "empty.safetensors", {})
     torch.save({"a": torch.ones(2, 3), "view": torch.ones(2, 3).t()}, here / "torch.bin")
     make_split(here / "split")
+    make_pipeline(here / "pipeline")
     assert run(PLAN).code == 0
     done = run(command)
     assert done.code == 0

@@ -222,3 +222,16 @@ def test_a_model_of_diffusers_is_found_by_it_after_a_reshard(tmp_path, max_shard
     reshard(tmp_path / "unet", tmp_path / "out", layout="shards", max_shard_bytes=max_shard_bytes)
     again = diffusers.UNet2DModel.from_pretrained(tmp_path / "out")
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("max_shard_bytes", "is_safe"), [(None, False), (300_000, True)])
+def test_a_pipeline_of_diffusers_is_loaded_by_it_after_a_reshard(tmp_path, max_shard_bytes, is_safe):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (32,)}
+    unet = diffusers.UNet2DModel(sample_size=8, layers_per_block=1, norm_num_groups=8, **blocks)
+    pipeline = diffusers.DDPMPipeline(unet=unet, scheduler=diffusers.DDPMScheduler(num_train_timesteps=7))
+    pipeline.save_pretrained(tmp_path / "pipeline", safe_serialization=is_safe)
+    reshard(tmp_path / "pipeline", tmp_path / "out", layout="shards", max_shard_bytes=max_shard_bytes)
+    again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "out")
+    assert again.scheduler.config.num_train_timesteps == 7
+    assert all(torch.equal(tensor, again.unet.state_dict()[name]) for name, tensor in unet.state_dict().items())

@@ -203,6 +203,32 @@ def make_mixtral(folder: Path, *, experts: int = 4) -> Path:
     return write_sharded(folder, split({name: ("BF16", shape) for name, shape in forms.items()}, 2), config=config)
 
 
+def make_pipeline(folder: Path) -> Path:
+    """Write what DiffusionPipeline.save_pretrained writes, with tiny components. Returns `folder`."""
+    weights: dict[str, tuple[str, dict[str, Form]]] = {
+        "text_encoder": ("model", {"embed.weight": ("F32", [8, 4]), "layers.0.weight": ("F32", [4, 4])}),
+        "unet": ("diffusion_pytorch_model", {"conv_in.weight": ("F32", [4, 4]), "down.weight": ("F32", [64])}),
+        "vae": ("diffusion_pytorch_model", {"decoder.weight": ("F32", [4])}),
+    }
+    for component, (base, tensors) in weights.items():
+        (folder / component).mkdir(parents=True)
+        write_shard(folder / component / f"{base}.safetensors", tensors)
+        (folder / component / "config.json").write_text(json.dumps({"of": component}))
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "requires_safety_checker": False,
+        "safety_checker": [None, None],
+        "scheduler": ["diffusers", "DDIMScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
 def make_many_experts(folder: Path) -> Path:
     """Write ten blocks of 53 tensors, 50 of them experts, with the headers that safetensors writes, without blanks."""
     experts = [f"mlp.experts.{index}.up_proj.weight" for index in range(50)]

@@ -130,6 +130,10 @@ def weight_suffixes() -> tuple[str, ...]:
     return tuple(suffix for each in FORMATS.values() for suffix in each.suffixes)
 
 
+LIBRARY_BASES = ("diffusion_pytorch_model", "adapter_model")
+"""Under which diffusers and PEFT look for weights, whatever the format."""
+
+
 def main_files() -> tuple[str, ...]:
     """Return the names by which a folder is a checkpoint, in the order in which they are looked for."""
     return tuple(name for each in FORMATS.values() for name in (each.default_index, each.whole_file))

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.formats.registry import weight_suffixes
 from bigload.checkpoint.index import read_beside
 from bigload.checkpoint.model import CheckpointWarning
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import UnsupportedFormatError
 
-PIPELINE_FILE = "model_index.json"
 ADAPTER_FILE = "adapter_config.json"
 _ELSEWHERE = "use the repository that has the model as safetensors"
 
@@ -91,25 +89,6 @@ def _unread() -> list[_OtherFormat]:
     return [other for other in _FORMATS if not set(other.suffixes).intersection(weight_suffixes())]
 
 
-def refuse_pipeline(folder: Path, shown: str, names: Sequence[str]) -> None:
-    """Raise if `folder` is a pipeline of diffusers, whose parts are checkpoints of their own.
-
-    `names` are its files; of a remote folder, also those in its folders.
-
-    Raises:
-        UnsupportedFormatError: it is.
-    """
-    if PIPELINE_FILE not in names:
-        return
-    if scheme_of(folder).is_local:
-        parts = sorted(part.name for part in folder.iterdir() if part.is_dir() and _has_weights(part))
-    else:
-        parts = sorted({name.partition("/")[0] for name in names if "/" in name and name.endswith(weight_suffixes())})
-    hint = f"name a part, for example: bigload inspect {shown.rstrip('/')}/{parts[0]}" if parts else _ELSEWHERE
-    listed = ", ".join(f"{part}/" for part in parts) or "not here"
-    raise UnsupportedFormatError(shown, f"it is a diffusers pipeline; its parts are {listed}", hint=hint)
-
-
 def refuse_other_folder(shown: str, names: Sequence[str]) -> None:
     """Raise if a folder with the files `names` holds weights in a format that is known and not read.
 
@@ -139,10 +118,6 @@ def adapter_warning(root: Path) -> tuple[CheckpointWarning, ...]:
     of = f"for {base:.200}" if isinstance(base, str) and base else "for a base model"
     text = f"this is a {what} {of}, not a model: plan its base model, and load this on top of it (peft)"
     return (CheckpointWarning(code="adapter", text=text),)
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(file.suffix in weight_suffixes() for file in folder.iterdir())
 
 
 def _json_of(path: Path) -> dict[str, object] | None:

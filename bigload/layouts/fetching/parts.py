@@ -13,6 +13,7 @@ from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.index import encode_index
 from bigload.checkpoint.model import Checkpoint, Shard, TensorInfo
 from bigload.checkpoint.part import PART_FILE, PartDescription
+from bigload.checkpoint.pipeline import refuse_pipeline
 from bigload.devices import Device
 from bigload.errors import OptionError
 from bigload.layouts.fetching.options import FetchOptions
@@ -42,6 +43,8 @@ def fetched_output(
         OptionError: nothing has such a name, the plan puts nothing on a device, or the options contradict each other.
         PartitionError: the model cannot be divided among `tp` ranks.
     """
+    if options.only or options.rank is not None or plan is not None:
+        refuse_pipeline(checkpoint, asked="part by tensors, rank or device")
     beside, config = dict(files.beside), files.beside.get("config.json")
     if plan is not None or options.rank is not None:
         output = _folders_of_layout(checkpoint, options, plan)

@@ -11,6 +11,9 @@ that reads safetensors.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from bigload.checkpoint.pipeline import components_of, in_pipeline
 from bigload.layouts.kinds.aliases import tied_by_config
 from bigload.layouts.layout import (
     LayoutRequest,
@@ -21,7 +24,7 @@ from bigload.layouts.layout import (
     split,
     with_aliases,
 )
-from bigload.layouts.output import Output
+from bigload.layouts.output import Output, OutputFile
 
 
 def lay_out(request: LayoutRequest) -> Output:
@@ -33,7 +36,11 @@ def lay_out(request: LayoutRequest) -> Output:
     In a torch file several names can be one tensor. Where the config says `tie_word_embeddings: true`, only the name
     is written that save_pretrained keeps; the others are `aliases`, which loaders of models tie again. Otherwise each
     name is written, because a reader of safetensors would miss the others.
+
+    Components of a pipeline are laid out one by one, each in its own folder and under its own names.
     """
+    if request.checkpoint.components:
+        return _components(request)
     tensors = request.in_execution_order()
     aliases = tied_by_config(request.checkpoint, tensors)
     base = base_name(request.checkpoint)
@@ -43,6 +50,18 @@ def lay_out(request: LayoutRequest) -> Output:
     files = request.at_offsets(with_aliases(one_or_numbered(parts, folder="", base=base), aliases))
     documents = index_of(files, base=base) if len(files) > 1 else {}
     return Output(files=files, documents=documents, aliases=aliases)
+
+
+def _components(request: LayoutRequest) -> Output:
+    files: list[OutputFile] = []
+    documents: dict[str, bytes] = {}
+    aliases: dict[str, str] = {}
+    for name, checkpoint in components_of(request.checkpoint):
+        found = lay_out(replace(request, checkpoint=in_pipeline(checkpoint, name)))
+        files += [replace(file, file=f"{name}/{file.file}") for file in found.files]
+        documents |= {f"{name}/{file}": content for file, content in found.documents.items()}
+        aliases |= {f"{name}.{alias}": f"{name}.{tensor}" for alias, tensor in found.aliases.items()}
+    return Output(files=tuple(files), documents=documents, aliases=aliases)
 
 
 LAYOUT = OutputLayout(lay_out=lay_out)

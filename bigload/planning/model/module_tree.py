@@ -296,6 +296,9 @@ _STAGE_OF_NAME = {
     "token2wav": _Stage.HEAD,
     "mlp1": _Stage.BRIDGE,
     "shared": _Stage.EMBEDDING,
+    # Components of a pipeline of diffusers: what decodes latents runs after what denoises them, and checkers last.
+    **dict.fromkeys(("vae", "audio_vae", "video_vae", "movq", "vqvae", "vqgan"), _Stage.EXIT),
+    **dict.fromkeys(("vocoder", "safety_checker"), _Stage.HEAD),
     **dict.fromkeys(("pre_layrnorm", "pre_layernorm", "layernorm_pre", "ln_pre", "norm_pre"), _Stage.FIRST_NORM),
 }
 

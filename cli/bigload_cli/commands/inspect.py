@@ -63,6 +63,9 @@ def inspect(
         output.print_table(view.shards(checkpoint), color=color)
     if show_tensors:
         output.print_table(view.tensors(list(tree.all_tensors())), color=color)
+    if checkpoint.components and not show_shards and not show_tensors:
+        output.print_table(view.components(checkpoint), color=color)
+        output.print_text("")
     if not show_shards and not show_tensors:
         output.print_table(view.modules(checkpoint, rows, blocks=output.can_draw_on_stdout()), color=color)
         output.print_text("")

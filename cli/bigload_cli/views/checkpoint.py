@@ -75,6 +75,21 @@ def modules(checkpoint: Checkpoint, rows: Sequence[OutlineRow], *, blocks: bool)
     return table
 
 
+def components(checkpoint: Checkpoint) -> PlainTable:
+    """Return a row for every component of a pipeline, in the order of its index."""
+    table = PlainTable(
+        ("COMPONENT", "CLASS", "TENSORS", "PARAMS", "SIZE", "DTYPE"), right=("TENSORS", "PARAMS", "SIZE")
+    )
+    for component in checkpoint.components:
+        found, class_name = component.checkpoint, f"{component.library}.{component.class_name}"
+        if found is None:
+            table.add(component.name, class_name, "-", "-", "-", "-")
+        else:
+            counts = (str(len(found.tensors)), format_count(found.num_parameters), format_size(found.total_bytes))
+            table.add(component.name, class_name, *counts, ", ".join(bytes_by_dtype(found)))
+    return table
+
+
 def shards(checkpoint: Checkpoint) -> PlainTable:
     """Return a row for every file."""
     table = PlainTable(("SHARD", "TENSORS", "SIZE", "HEADER", "HEADER SHA-256"), right=("TENSORS", "SIZE", "HEADER"))

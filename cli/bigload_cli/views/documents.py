@@ -14,7 +14,7 @@ def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[st
     """Return what `--json` prints, without the lists of shards and tensors."""
     largest = largest_tensor(checkpoint)
     return {
-        "schema": "bigload.inspect/1.2",
+        "schema": "bigload.inspect/1.3",
         "path": checkpoint.path,
         "format": checkpoint.format,
         "index_file": checkpoint.index_file,
@@ -35,6 +35,16 @@ def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[st
                 "total_bytes": row.num_bytes,
             }
             for row in rows
+        ],
+        "components": [
+            {
+                "name": component.name,
+                "library": component.library,
+                "class": component.class_name,
+                "total_bytes": None if component.checkpoint is None else component.checkpoint.total_bytes,
+                "dtype_bytes": None if component.checkpoint is None else bytes_by_dtype(component.checkpoint),
+            }
+            for component in checkpoint.components
         ],
         "warnings": [{"code": warning.code, "text": warning.text} for warning in checkpoint.warnings],
     }

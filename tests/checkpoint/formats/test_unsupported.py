@@ -52,33 +52,6 @@ def test_a_file_too_short_for_any_format_is_no_crash(tmp_path):
         open_checkpoint(tmp_path / "model.safetensors")
 
 
-def make_pipeline(folder):
-    """Write what DiffusionPipeline.save_pretrained writes, with tiny parts."""
-    for part in ("unet", "vae"):
-        (folder / part).mkdir(parents=True)
-        write_shard(folder / part / "diffusion_pytorch_model.safetensors", {f"{part}.weight": ("F32", [4])})
-    (folder / "scheduler").mkdir()
-    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
-    return folder
-
-
-def test_a_pipeline_of_diffusers_is_named_with_its_parts(tmp_path):
-    folder = make_pipeline(tmp_path / "sd")
-    with pytest.raises(UnsupportedFormatError, match=r"a diffusers pipeline; its parts are unet/, vae/") as refused:
-        open_checkpoint(folder)
-    assert refused.value.hint == f"name a part, for example: bigload inspect {folder / 'unet'}"
-    assert list(open_checkpoint(folder / "unet").tensors) == ["unet.weight"]
-
-
-def test_a_single_file_beside_a_pipeline_is_not_taken_for_it(tmp_path):
-    folder = make_pipeline(tmp_path / "sd")
-    write_shard(folder / "v1-5.safetensors", {"model.weight": ("F32", [4])})
-    with pytest.raises(UnsupportedFormatError, match="diffusers pipeline"):
-        open_checkpoint(folder)
-    assert list(open_checkpoint(folder / "v1-5.safetensors").tensors) == ["model.weight"]
-
-
 def make_adapter(folder, config):
     folder.mkdir()
     write_shard(folder / "adapter_model.safetensors", {"base_model.model.q_proj.lora_A.weight": ("F32", [8, 4])})
