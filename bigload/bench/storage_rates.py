@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 
 from bigload.bench.page_cache_state import evict_verified
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, raw_blocks, raw_read, raw_reads
+from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.formats.safetensors import encode_header
 from bigload.checkpoint.model import Checkpoint, spans_of
 from bigload.checkpoint.source import open_checkpoint
@@ -33,6 +34,7 @@ from bigload.units import MIB
 _LEAST_REPEATS, _MOST_REPEATS = 2, 9
 _TENSOR_BYTES = 16 * MIB
 _MAPPED_BLOCK_BYTES = 128 * MIB
+_EXPERT_BYTES = 8 * MIB
 _SPARE_BYTES = 64 * MIB
 
 
@@ -114,7 +116,7 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
         on_run(f"disk, {way.name}")
         disk_rates.append(rate(partial(raw_read, way, checkpoint), _nothing if is_direct else cold))
     on_run("disk, one thread")
-    single_read_rate = rate(partial(raw_read, RawRead(RawKind.MEMORY, 1), checkpoint), cold)
+    single_read_rate = rate(partial(_read_by_one_thread, checkpoint), cold)
     on_run("loads from the page cache")
     load_rate = rate(_warm_load(checkpoint), _nothing)
     cold_load_rate = None
@@ -131,6 +133,15 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
         single_read_rate=single_read_rate,
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _read_by_one_thread(checkpoint: Checkpoint) -> None:
+    """Read as single experts are brought that are copied: a block at a time, announced to the kernel before."""
+    memory = memoryview(bytearray(_EXPERT_BYTES))
+    for each in raw_blocks(checkpoint, _EXPERT_BYTES):
+        with PositionalReader(each.file) as reader:
+            reader.expect([(each.start, each.stop)])
+            reader.read_into([memory[: each.stop - each.start]], each.start)
 
 
 def _populate(checkpoint: Checkpoint) -> object:
