@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -22,13 +23,18 @@ _LEAST_WEIGHT_BYTES = 64 * MIB  # the largest caches hold more, but one matrix o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Bytes that are read, and weights that are multiplied, for each figure, and seconds for each."""
+    """Bytes that are read, and weights that are multiplied, for each figure, and seconds for each.
+
+    Devices are measured in so many `passes`, which share these seconds: what disturbs one figure for a second or two
+    leaves the median of the passes alone.
+    """
 
     num_bytes: int
     seconds: float
+    passes: int = 1
 
 
-FULL, QUICK = Effort(num_bytes=GIB, seconds=2), Effort(num_bytes=256 * MIB, seconds=0.2)
+FULL, QUICK = Effort(num_bytes=GIB, seconds=2, passes=3), Effort(num_bytes=256 * MIB, seconds=0.2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,17 +112,44 @@ def measure_machine(
     )
 
 
+def median_of(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
+    """Return the median of each figure of profiles of one device."""
+    first = profiles[0]
+
+    def rates(name: str) -> dict[str, int]:
+        found = [getattr(profile, name) for profile in profiles]
+        return {dtype: statistics.median_low([each[dtype] for each in found]) for dtype in found[0]}
+
+    def link(name: str) -> int | None:
+        found = [getattr(profile, name) for profile in profiles]
+        return None if None in found else statistics.median_low(found)
+
+    return replace(
+        first,
+        weight_rate=rates("weight_rate"),
+        flops=rates("flops"),
+        launch_seconds=statistics.median(profile.launch_seconds for profile in profiles),
+        link_in=link("link_in"),
+        link_out=link("link_out"),
+    )
+
+
 def _devices(effort: Effort, cpu: str, on_run: Callable[[str], None]) -> tuple[tuple[DeviceProfile, ...], list[str]]:
     import torch
 
     from bigload.bench.device_rates import device_profile
 
-    measure = partial(
-        device_profile,
-        weight_bytes=max(effort.num_bytes, _LEAST_WEIGHT_BYTES),
-        seconds=effort.seconds / 2,
-        on_run=on_run,
-    )
+    def measure(device: torch.device, name: str) -> DeviceProfile:
+        run = partial(
+            device_profile,
+            device,
+            name=name,
+            weight_bytes=max(effort.num_bytes, _LEAST_WEIGHT_BYTES),
+            seconds=effort.seconds / 2 / effort.passes,
+            on_run=on_run,
+        )
+        return median_of([run() for _ in range(effort.passes)])
+
     found = [measure(torch.device("cpu"), name=cpu)]
     notes = []
     measured: dict[str, DeviceProfile] = {}

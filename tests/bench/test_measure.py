@@ -12,6 +12,7 @@ from bigload.bench.storage_rates import probed_checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.devices import Device
 from bigload.errors import NotEnoughSpaceError, OptionError, WriteError
+from bigload.machine.machine_profile import DeviceProfile
 from builders import make_checkpoint
 
 SMALL = Effort(num_bytes=32 * 2**20, seconds=0.01)
@@ -62,6 +63,16 @@ def test_accelerators_of_one_kind_are_measured_once(monkeypatch, measured):
         ("cuda:2", "big"),
     ]
     assert notes == ["cuda:2 is taken to be like cuda:0"]
+
+
+def test_a_figure_is_the_median_of_the_passes():
+    rates = [(10, 1e-3), (3, 9e-3), (11, 2e-3)]
+    profiles = [
+        DeviceProfile(device="cpu", name="a CPU", weight_rate={"F32": rate}, flops={"F32": 7}, launch_seconds=seconds)
+        for rate, seconds in rates
+    ]
+    found = measure.median_of(profiles)
+    assert found == measure.replace(profiles[0], weight_rate={"F32": 10}, launch_seconds=2e-3)
 
 
 def test_without_torch_disk_and_ram_are_measured_and_that_is_said(tmp_path, monkeypatch):
