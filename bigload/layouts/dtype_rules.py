@@ -9,12 +9,15 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.dtypes import DTYPES, DType, parse_dtype
+from bigload.dtypes import DTYPES, STORED_DTYPES, DType, parse_dtype
 from bigload.errors import OptionError
 from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE, as_dtype
 
 _TORCH_NAMES = {DTYPES[name].torch_name for name in CASTABLE}
 _FLOAT32 = DTYPES["F32"]
+_Q8_0 = STORED_DTYPES["Q8_0"]
+"""Blocks of ggml, which only GGUF files hold: layouts say whether they take it."""
+
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _WILDCARDS = frozenset("*?[")
 
@@ -102,10 +105,11 @@ def dtype_rule(dtype: str | DType | None, *, keep_fp32: Sequence[str] = ()) -> D
             raise OptionError.of("keep_fp32", list(keep_fp32), "a dtype along with it, for the other tensors")
         return DTypeRule()
     try:
-        parsed = dtype if isinstance(dtype, DType) else parse_dtype(str(dtype))
+        is_block = str(dtype).upper() == _Q8_0.name
+        parsed = _Q8_0 if is_block else dtype if isinstance(dtype, DType) else parse_dtype(str(dtype))
     except ValueError as error:
         raise OptionError.of("dtype", str(dtype), f"the name of a dtype ({error})") from None
-    if parsed.name not in CASTABLE:
+    if parsed.name not in CASTABLE and not is_block:
         raise OptionError.of("dtype", str(dtype), EXPECTED_DTYPE)
     return DTypeRule(dtype=parsed, keep_fp32=tuple(keep_fp32))
 

@@ -65,6 +65,7 @@ class OutputLayout:
         follows_plan: A plan decides what is written where, so weights are cast only to the dtype that the plan counted.
         part_of_plan: The part of the checkpoint that is written by a plan, in words; empty if it is all of it.
         takes_keep_fp32: Tensors may differ in dtype.
+        takes_blocks: Weights may be written in Q8_0, a type of ggml.
         takes_names: Tensors may have other names and forms than in the source.
         own_options: Options that are refused by layouts that do not name them here: of `ReshardOptions`, or further
             ones, which come in `layout_options`; `ReshardOptions.value` returns both.
@@ -78,6 +79,7 @@ class OutputLayout:
     follows_plan: bool = False
     part_of_plan: str = ""
     takes_keep_fp32: bool = True
+    takes_blocks: bool = False
     takes_names: bool = True
     own_options: tuple[str, ...] = ()
     required_options: Mapping[str, str] = field(default_factory=dict)

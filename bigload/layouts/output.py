@@ -88,7 +88,8 @@ class OutputFile:
     """A file of weights. `file` is relative to the output folder; tensors are in file order, without gaps.
 
     Attributes:
-        is_raw: The file has no header; otherwise it is safetensors.
+        is_raw: The file has no header, or `own_header`; otherwise it is safetensors.
+        own_header: The bytes before the data in a file of another format.
         data_offset: The data starts at this many bytes after a multiple of `DATA_ALIGNMENT`.
         aliases: Further names of tensors in it, to the names they have here. They go into `__metadata__`, where
             safetensors' `save_model` and huggingface_hub's `save_torch_state_dict` say so too.
@@ -101,6 +102,7 @@ class OutputFile:
     file: str
     tensors: tuple[OutputTensor, ...]
     is_raw: bool = False
+    own_header: bytes = b""
     data_offset: int = 0
     aliases: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -116,9 +118,9 @@ class OutputFile:
 
     @property
     def header(self) -> bytes:
-        """The bytes before the data, none of a raw file. Made anew: those of 90 000 tensors would stay in memory."""
+        """The bytes before the data. Made anew: those of 90 000 tensors would stay in memory."""
         if self.is_raw:
-            return b""
+            return self.own_header
         entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in self.tensors]
         metadata = {**self.aliases, **self.metadata, **_METADATA}
         return encode_header(entries, metadata=metadata, alignment=DATA_ALIGNMENT, offset=self.data_offset)

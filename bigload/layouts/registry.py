@@ -28,6 +28,7 @@ LAYOUTS: dict[str, RegisteredLayout] = {
         ("offload", "offload_folder", "a file per block, to be brought to a device when a pass needs it"),
         ("shards", "shards", "the same checkpoint in other files; torch files become safetensors"),
         ("ranks", "rank_slices", "one folder per tensor-parallel rank, which then reads only its part"),
+        ("gguf", "gguf_file", "one GGUF file, for llama.cpp; --dtype takes q8_0 too"),
         ("vllm", "vllm_shards", "vLLM's sharded_state: a file per rank, names and fusions as there"),
     )
 }

@@ -113,6 +113,8 @@ def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, pla
         hint = f"write the checkpoint under other names first: bigload reshard CHECKPOINT OUT --names {options.names}"
         raise OptionError.of("names", str(options.names), expected, hint=hint)
     dtype, keep_fp32 = options.dtypes.dtype, options.dtypes.keep_fp32
+    if dtype is not None and dtype.block_bytes and not layout.takes_blocks:
+        raise OptionError.of("dtype", dtype.name, f"bf16, fp16 or fp32: the layout {name} has no blocks of ggml")
     planned = None if plan is None else plan.options.workload.load_dtype
     if dtype is not None and plan is not None and layout.follows_plan and planned != dtype:
         expected = (

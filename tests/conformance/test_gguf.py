@@ -51,7 +51,8 @@ def _write(model, path, architecture, kind):
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(float(rope.get("full_attention", rope)["rope_theta"]))
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head)
     writer.add_rope_dimension_count(head)
@@ -59,7 +60,8 @@ def _write(model, path, architecture, kind):
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+        if hasattr(config, "moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
     writer.add_token_merges([])
@@ -158,3 +160,47 @@ def test_a_plan_is_that_of_the_model_as_safetensors(tmp_path, case):
     ]
     assert plans[0].device_map == plans[1].device_map
     assert plans[0].devices == plans[1].devices
+
+
+@pytest.mark.parametrize(("case", "kind"), [(case, kind) for case in CASES for kind in ["F32", "F16", "BF16", "Q8_0"]])
+def test_a_file_is_the_one_that_the_package_writes(tmp_path, case, kind):
+    model_class, config_class, architecture, options, _ = CASES[case]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**SIZES, **options))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "in")
+    _write(model, tmp_path / "theirs.gguf", architecture, None if kind == "F32" else gguf.GGMLQuantizationType[kind])
+    asked = {"F32": "fp32"}.get(kind, kind.lower())
+    bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf", dtype=asked)
+    ours, theirs = (gguf.GGUFReader(path) for path in (tmp_path / "out" / "model.gguf", tmp_path / "theirs.gguf"))
+    found, expected = ({tensor.name: tensor for tensor in reader.tensors} for reader in (ours, theirs))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].tensor_type == tensor.tensor_type, name
+        assert found[name].shape.tolist() == tensor.shape.tolist(), name
+        assert found[name].data.tobytes() == tensor.data.tobytes(), name
+    for key, field in theirs.fields.items():
+        if not key.startswith(("GGUF.", "general.alignment")) and "tokenizer.ggml." not in key.replace("_id", ""):
+            assert ours.fields[key].contents() == field.contents(), key
+    if case not in NOT_IN_TRANSFORMERS:
+        loaded = getattr(transformers, model_class).from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+        again = getattr(transformers, model_class).from_pretrained(tmp_path, gguf_file="theirs.gguf")
+        for name, tensor in again.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_factors_of_frequencies_are_those_of_transformers():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from bigload.layouts.kinds.gguf_file import rope_factors
+
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, **scaling}
+    config = transformers.LlamaConfig(**{**SIZES, "head_dim": 64}, rope_parameters=rope)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    factors = torch.tensor(rope_factors(config.to_dict()), dtype=torch.float64)
+    plain = 500000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    assert len(set(factors.tolist())) > 3
+    assert torch.allclose(plain / factors, expected.double(), rtol=1e-6)

@@ -103,7 +103,7 @@ def reshard(
         ),
     ] = "5GB",
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast weights to bf16, fp16 or fp32.")
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast weights to bf16, fp16 or fp32; gguf: q8_0 too.")
     ] = None,
     keep_fp32: Annotated[
         list[str] | None,

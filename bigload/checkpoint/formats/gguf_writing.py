@@ -1,0 +1,65 @@
+"""Encode headers of GGUF files; `gguf.py` describes the format and reads them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+from bigload.checkpoint.formats.gguf import DEFAULT_ALIGNMENT
+from bigload.dtypes import GGML_DTYPES, DType
+
+MetadataValue = str | bool | int | float | Sequence[str] | Sequence[int]
+
+LEAST_ALIGNMENT = 8
+"""What the format asks of `general.alignment`."""
+
+_NUMBERS = {dtype.name: number for number, dtype in GGML_DTYPES.items()}
+
+
+def alignment_of(sizes: Iterable[int]) -> int:
+    """Return an alignment at which tensors of these bytes lie without gaps; below `LEAST_ALIGNMENT` there is none."""
+    alignment = DEFAULT_ALIGNMENT
+    for size in sizes:
+        while size % alignment:
+            alignment //= 2
+    return alignment
+
+
+def encode_header(
+    metadata: Mapping[str, MetadataValue], tensors: Iterable[tuple[str, DType, tuple[int, ...]]], *, alignment: int
+) -> bytes:
+    """Return the bytes before the data: name, dtype and shape (outermost dimension first) of each of `tensors`.
+
+    Their data follows in that order, without gaps where each size is a multiple of `alignment`.
+    """
+    metadata = {**metadata, "general.alignment": alignment}
+    keys = [_text(key) + _value(value) for key, value in metadata.items()]
+    offset, records = 0, list[bytes]()
+    for name, dtype, shape in tensors:
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        records.append(_text(name) + dims + struct.pack("<IQ", _NUMBERS[dtype.name], offset))
+        offset += -(-dtype.num_bytes(prod(shape)) // alignment) * alignment
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(records), len(keys)) + b"".join(keys) + b"".join(records)
+    return head + bytes(-len(head) % alignment)
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(value: MetadataValue) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value) if 0 <= value < 2**32 else struct.pack("<Iq", 11, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    texts = [each for each in value if isinstance(each, str)]
+    if texts:
+        return struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(map(_text, texts))
+    numbers = [each for each in value if isinstance(each, int)]
+    return struct.pack(f"<IIQ{len(numbers)}i", 9, 5, len(numbers), *numbers)

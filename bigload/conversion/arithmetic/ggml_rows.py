@@ -1,0 +1,105 @@
+"""Rows of weights in the order and form of ggml: rotated heads rearranged, experts stacked, values as Q8_0.
+
+The forms are those of llama.cpp's `convert_hf_to_gguf.py`, the arithmetic of Q8_0 is that of `quants.py` in gguf 0.19,
+to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bigload.conversion.computed_tensor import Operand, OperandRows, num_rows, shape_of
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class GgmlRows:
+    """Rows of a tensor as a GGUF file has them; the inverse of `ggml_blocks.GgmlValues`.
+
+    Attributes:
+        tensors: The tensor, or those of all experts, of equal shapes, to be stacked.
+        num_heads: Heads whose halves are to take turns, for llama.cpp's rotary embedding; 0 keeps the order.
+        added: Added to every value.
+        is_q8_0: Rows are blocks of Q8_0, as bytes.
+    """
+
+    tensors: tuple[Operand, ...]
+    num_heads: int = 0
+    added: float = 0.0
+    is_q8_0: bool = False
+
+    @property
+    def row_multiple(self) -> int:
+        """The rows of a head, where they are rearranged."""
+        is_vector = len(shape_of(self.tensors[0])) == 1
+        return num_rows(self.tensors[0]) // self.num_heads if self.num_heads and not is_vector else 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensor, or those of all experts."""
+        return self.tensors
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return the same rows, of the experts that have them."""
+        height = num_rows(self.tensors[0])
+        first, last = start // height, -(-stop // height)
+        return [
+            OperandRows(self.tensors[each], max(start - each * height, 0), min(stop - each * height, height))
+            for each in range(first, last)
+        ]
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+        """Return their values, or their blocks."""
+        import torch
+
+        values = torch.cat(list(operands)) if len(operands) > 1 else operands[0]
+        if self.added:
+            values = values.float() + self.added
+        if self.num_heads:
+            # of each head, rows or elements 0 and h/2, 1 and h/2 + 1 ... take turns
+            is_vector = len(shape_of(self.tensors[0])) == 1
+            half, width = (
+                (values.shape[1] // self.num_heads // 2, 1) if is_vector else (self.row_multiple // 2, values.shape[1])
+            )
+            values = values.view(-1, 2, half, width).transpose(1, 2).reshape(values.shape)
+        return q8_0(values.float()) if self.is_q8_0 else values
+
+
+@dataclass(frozen=True)
+class ConstantRow:
+    """A vector of given numbers."""
+
+    values: tuple[float, ...]
+    row_multiple: int = 1
+    operands: tuple[Operand, ...] = ()
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:  # noqa: ARG002 - see Operation
+        """Return nothing: it is computed from no tensor."""
+        return ()
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+        """Return the numbers as float32."""
+        import torch
+
+        return torch.tensor([self.values], dtype=torch.float32)
+
+
+def q8_0(values: torch.Tensor) -> torch.Tensor:
+    """Return blocks of Q8_0 as bytes, [rows, columns / 32 * 34], of float32 values of shape [rows, columns]."""
+    import torch
+
+    blocks = values.reshape(-1, _BLOCK)
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    # gguf-py rounds halves away from zero; torch rounds them to even numbers
+    scaled = blocks * torch.where(scale == 0, 0, 1 / scale)
+    size = scaled.abs()
+    floor = size.floor()
+    rounded = scaled.sign() * (floor + (2 * (size - floor)).floor())
+    parts = [scale.to(torch.float16).view(torch.uint8), rounded.to(torch.int8).view(torch.uint8)]
+    return torch.cat(parts, dim=1).reshape(values.shape[0], -1)

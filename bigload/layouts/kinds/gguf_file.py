@@ -1,0 +1,257 @@
+"""A GGUF file, for llama.cpp and what is built on it.
+
+out/model.gguf          all tensors, under llama.cpp's names, with the metadata that its loader reads
+out/config.json ...     config and tokenizer, copied
+
+Types of tensors are chosen as llama.cpp's `convert_hf_to_gguf.py` does: vectors and routers of experts in float32, and
+float16 instead of Q8_0 where rows are no whole blocks. The file has no tokenizer.
+
+Readers: transformers (`gguf_file="model.gguf"`), gguf-py, llama.cpp after a tokenizer was added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from bigload.checkpoint.formats.gguf_model import FAMILIES, Family, gguf_name
+from bigload.checkpoint.formats.gguf_writing import LEAST_ALIGNMENT, MetadataValue, alignment_of, encode_header
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
+from bigload.conversion.arithmetic.ggml_rows import ConstantRow, GgmlRows
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
+from bigload.dtypes import DTYPES, STORED_DTYPES, DType
+from bigload.errors import OptionError
+from bigload.layouts.layout import LayoutRequest, OutputLayout
+from bigload.layouts.output import Output, OutputFile, OutputTensor
+from bigload.planning.plan import Plan
+
+FILE = "model.gguf"
+_F32, _F16, _Q8_0 = DTYPES["F32"], DTYPES["F16"], STORED_DTYPES["Q8_0"]
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+"""`general.file_type`: llama.cpp's number of what most weights are."""
+
+
+def lay_out(request: LayoutRequest) -> Output:
+    """Return one GGUF file.
+
+    Raises:
+        OptionError: llama.cpp's names are not known for such a model, or what it stores cannot be written.
+    """
+    checkpoint = request.checkpoint
+    config = checkpoint.config or {}
+    architecture, family = _family(checkpoint)
+    heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
+    made: dict[str, tuple[OutputTensor, DType, tuple[int, ...]]] = {}
+    for name, tensors in _by_gguf_name(request, family).items():
+        first = tensors[0]
+        shape = (len(tensors), *shape_of(first)) if "_exps." in name else shape_of(first)
+        if "ffn_gate_inp_shexp" in name and len(shape) == 2:
+            shape = shape[1:]  # a vector in llama.cpp
+        dtype = _dtype(name, first.dtype, shape, request.options.dtypes.dtype)
+        module = first.name.split(".")[-2]
+        count = heads.get(module) if family.turns_heads else None
+        is_rotated = isinstance(count, int) and count > 0 and shape[0] % (2 * count) == 0
+        operation = GgmlRows(
+            tuple(tensors),
+            num_heads=count if is_rotated and isinstance(count, int) else 0,
+            added=1.0 if family.adds_one and first.name.endswith("norm.weight") else 0.0,
+            is_q8_0=dtype == _Q8_0,
+        )
+        made[name] = _written(name, operation, dtype, shape), dtype, shape
+    factors = rope_factors(config)
+    if factors:
+        row = ComputedTensor("rope_freqs.weight", _F32, (len(factors),), ConstantRow(factors))
+        made[row.name] = OutputTensor(source=row, dtype=_F32), _F32, row.shape
+    alignment = alignment_of(tensor.num_bytes for tensor, _, _ in made.values())
+    if alignment < LEAST_ALIGNMENT:
+        raise _refusal("a model whose tensors have multiples of 8 bytes, as GGUF needs")
+    metadata = _metadata(checkpoint, architecture, family, [dtype for _, dtype, _ in made.values()])
+    header = encode_header(
+        metadata, [(name, dtype, shape) for name, (_, dtype, shape) in made.items()], alignment=alignment
+    )
+    file = OutputFile(
+        file=FILE, tensors=tuple(tensor for tensor, _, _ in made.values()), is_raw=True, own_header=header
+    )
+    note = "model.gguf has no tokenizer: transformers finds that of the folder, llama.cpp needs one in the file"
+    return Output(files=(file,), notes=(note,))
+
+
+def _refusal(expected: str, *, hint: str | None = None) -> OptionError:
+    return OptionError.of("layout", "gguf", expected, hint=hint)
+
+
+def _family(checkpoint: Checkpoint) -> tuple[str, Family]:
+    config = checkpoint.config or {}
+    found = config.get("model_type")
+    for architecture, family in FAMILIES.items():
+        if family.model_type == found:
+            if config.get("quantization_config") and checkpoint.format != "gguf":
+                raise _refusal("a model that is not quantised", hint="reshard the original weights")
+            return ("llama" if family.turns_heads else architecture), family
+    known = ", ".join(family.model_type for family in FAMILIES.values())
+    raise _refusal(f"a model of one of the types {known}; this one is {found!r:.100}")
+
+
+def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, list[Operand]]:
+    """Return what each tensor of the file is made of: one tensor, or those of its experts in order."""
+    is_tied = (request.checkpoint.config or {}).get("tie_word_embeddings") is True
+    found: dict[str, dict[int, Operand]] = {}
+    nameless: list[str] = []
+    for tensor in request.in_execution_order():
+        if tensor.name.endswith("rotary_emb.inv_freq") or (is_tied and tensor.name == "lm_head.weight"):
+            continue  # llama.cpp computes the first, and ties the second
+        name = gguf_name(family, tensor.name)
+        if name is None:
+            nameless.append(tensor.name)
+            continue
+        numbers = [int(part) for part in tensor.name.split(".") if part.isdecimal()]
+        found.setdefault(name, {})[numbers[-1] if "_exps." in name else 0] = tensor.source
+    if nameless:
+        more = f" and {len(nameless) - 1} more" if len(nameless) > 1 else ""
+        raise _refusal(
+            f"a model whose tensors all have a name in GGUF; {nameless[0]}{more} has none",
+            hint="--drop leaves tensors out; experts have to be stored one by one, as transformers saves them",
+        )
+    for name, tensors in found.items():
+        if sorted(tensors) != list(range(len(tensors))) or len({shape_of(each) for each in tensors.values()}) > 1:
+            raise _refusal(f"experts 0 to {max(tensors)} of one shape for {name}; some are missing or differ")
+    return {name: [tensors[number] for number in sorted(tensors)] for name, tensors in found.items()}
+
+
+def _dtype(name: str, stored: DType, shape: tuple[int, ...], asked: DType | None) -> DType:
+    if stored.name not in ("F64", *_FILE_TYPES):
+        raise _refusal(f"weights in float16, bfloat16 or float32; {name} is {stored}")
+    if len(shape) == 1 or ".ffn_gate_inp." in name:
+        return _F32
+    dtype = asked or (_F32 if stored.name == "F64" else stored)
+    if dtype.name not in _FILE_TYPES:
+        raise OptionError.of("dtype", dtype.name, "bf16, fp16, fp32 or q8_0 for a GGUF file")
+    return _F16 if shape[-1] % dtype.block_elements else dtype
+
+
+def _written(name: str, operation: GgmlRows, dtype: DType, shape: tuple[int, ...]) -> OutputTensor:
+    """Return the tensor to write: blocks as bytes, which may be cut anywhere."""
+    if operation.is_q8_0:
+        row_bytes = dtype.num_bytes(shape[-1])
+        source: Operand = ComputedTensor(name, DTYPES["U8"], (*shape[:-1], row_bytes), operation)
+        return OutputTensor(source=source, dtype=source.dtype)
+    first = operation.tensors[0]
+    is_plain = len(operation.tensors) == 1 and not operation.num_heads and not operation.added
+    if is_plain and isinstance(first, TensorInfo | AssembledTensor):
+        return OutputTensor(source=replace(first, name=name), dtype=dtype)
+    return OutputTensor(source=ComputedTensor(name, first.dtype, shape, operation), dtype=dtype)
+
+
+def _metadata(
+    checkpoint: Checkpoint, architecture: str, family: Family, dtypes: list[DType]
+) -> dict[str, MetadataValue]:
+    config = checkpoint.config or {}
+    matrices = [dtype.name for dtype in dtypes if dtype != _F32] or ["F32"]
+    name = checkpoint.name
+    if family.model_type == "mistral" and "mistral" not in name.lower():
+        name = f"Mistral {name}"  # the name tells readers Mistral from Llama
+    found: dict[str, MetadataValue] = {
+        "general.architecture": architecture,
+        "general.type": "model",
+        "general.name": name,
+        "general.file_type": _FILE_TYPES[max(set(matrices), key=matrices.count)],
+        "general.quantization_version": 2,
+    }
+    experts = config.get("num_experts", config.get("num_local_experts"))  # versions of transformers name it differently
+    values = {
+        **config,
+        "num_experts": experts,
+        "num_local_experts": experts,
+        "rope_theta": _rope(config).get("rope_theta", config.get("rope_theta")),
+    }
+    if config.get("use_sliding_window") is False:
+        values.pop("sliding_window", None)
+    floats = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "softcapping")
+    for key, known in family.keys.items():
+        value = values.get(known)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"{architecture}.{key}"] = float(value) if key.endswith(floats) else int(value)
+    head_dim = _head_dim(config)
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        found[f"{architecture}.{key}"] = head_dim
+    scaling = _rope(config)
+    if scaling.get("rope_type", scaling.get("type")) == "linear":
+        found[f"{architecture}.rope.scaling.type"] = "linear"
+        found[f"{architecture}.rope.scaling.factor"] = float(_positive(scaling, "factor"))
+    for key, known in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
+        value = config.get(known)
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            found[f"tokenizer.ggml.{key}_token_id"] = value
+    return found
+
+
+def _head_dim(config: Mapping[str, object]) -> int:
+    head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    if isinstance(head_dim, int) and head_dim > 0:
+        return head_dim
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        raise _refusal("a config.json with hidden_size and num_attention_heads")
+    return hidden // heads
+
+
+def _rope(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the parameters of the rotary embedding: transformers 5 has another key for them than 4.
+
+    Of Gemma 3, which has others for layers with a window, those of the other layers: llama.cpp has the rest built in.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        found = config.get(key)
+        if isinstance(found, dict):
+            inner = found.get("full_attention")
+            return inner if isinstance(inner, dict) else found
+    return {}
+
+
+def rope_factors(config: Mapping[str, object]) -> tuple[float, ...]:
+    """Return by what each frequency is divided, as Llama 3.1 does; empty where none is.
+
+    The rule is that of `_compute_llama3_parameters` in transformers 5, `modeling_rope_utils.py`.
+    """
+    scaling = _rope(config)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in ("default", "linear"):
+        return ()
+    if kind != "llama3":
+        raise _refusal(f"a model with plain, linear or llama3 rotary embeddings; this one has {kind!r:.100}")
+    base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
+    if not isinstance(base, int | float) or base <= 0:
+        raise _refusal(f"a config.json with a rope_theta above 0; found {base!r:.100}")
+    factor, low, high, length = (
+        _positive(scaling, key)
+        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    head_dim = _head_dim(config)
+    factors = []
+    for each in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * base ** (each / head_dim)
+        if wavelength < length / high:
+            factors.append(1.0)
+        elif wavelength > length / low:
+            factors.append(factor)
+        else:
+            share = (length / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - share) / factor + share))
+    return tuple(factors)
+
+
+def _positive(scaling: Mapping[str, object], key: str) -> float:
+    value = scaling.get(key)
+    if not isinstance(value, int | float) or value <= 0:
+        raise _refusal(f"rotary embeddings with a {key} above 0; found {value!r:.100}")
+    return float(value)
+
+
+def _next_step(out: str, output: Output, plan: Plan | None) -> str:  # noqa: ARG001 - see OutputLayout
+    return f"bigload inspect {out}/{FILE}"
+
+
+LAYOUT = OutputLayout(
+    lay_out=lay_out, takes_keep_fp32=False, takes_names=False, takes_blocks=True, next_step=_next_step
+)

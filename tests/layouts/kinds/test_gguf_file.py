@@ -1,0 +1,160 @@
+"""The layout `gguf`: a file that is read back as the same tensors and sizes, or a refusal before a byte is written."""
+
+import json
+import struct
+
+import pytest
+
+import bigload
+from bigload.checkpoint.formats.gguf_writing import alignment_of
+from bigload.errors import OptionError
+
+torch = pytest.importorskip("torch")
+save_file = pytest.importorskip("safetensors.torch").save_file
+load_file = pytest.importorskip("safetensors.torch").load_file
+
+HIDDEN, FFN, ROWS, HEADS, KV_HEADS = 64, 96, 40, 4, 2
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 0.5,
+    "rope_theta": 10000.0,
+    "eos_token_id": [2, 3],
+    "vocab_size": ROWS,
+    "tie_word_embeddings": False,
+}
+SHAPES = {
+    "model.embed_tokens.weight": (ROWS, HIDDEN),
+    "model.norm.weight": (HIDDEN,),
+    "lm_head.weight": (ROWS, HIDDEN),
+    "model.layers.0.input_layernorm.weight": (HIDDEN,),
+    "model.layers.0.post_attention_layernorm.weight": (HIDDEN,),
+    "model.layers.0.self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+    "model.layers.0.self_attn.k_proj.weight": (HIDDEN // 2, HIDDEN),
+    "model.layers.0.self_attn.v_proj.weight": (HIDDEN // 2, HIDDEN),
+    "model.layers.0.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+}
+MLP = {
+    "model.layers.0.mlp.gate_proj.weight": (FFN, HIDDEN),
+    "model.layers.0.mlp.up_proj.weight": (FFN, HIDDEN),
+    "model.layers.0.mlp.down_proj.weight": (HIDDEN, FFN),
+}
+PARTS = {"w1": (FFN, HIDDEN), "w2": (HIDDEN, FFN), "w3": (FFN, HIDDEN)}
+EXPERTS = {
+    f"model.layers.0.block_sparse_moe.experts.{number}.{part}.weight": shape
+    for number in range(11)
+    for part, shape in PARTS.items()
+} | {"model.layers.0.block_sparse_moe.gate.weight": (11, HIDDEN)}
+
+
+def written(folder, shapes=None, **config):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in (shapes or {**SHAPES, **MLP}).items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shapes"), [("llama", {**SHAPES, **MLP}), ("mixtral", {**SHAPES, **EXPERTS}), ("mistral", None)]
+)
+def test_tensors_and_sizes_come_back(tmp_path, model_type, shapes):
+    experts = {"num_local_experts": 11, "num_experts_per_tok": 2} if model_type == "mixtral" else {}
+    tensors = written(tmp_path / "in", shapes, model_type=model_type, **experts)
+    bigload.reshard(tmp_path / "in", tmp_path / "gguf", layout="gguf")
+    found = bigload.open_checkpoint(tmp_path / "gguf" / "model.gguf")
+    known = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type", "rope_theta")}
+    assert {**found.config, "eos_token_id": [2, 3]}.items() >= {**known, **experts, "model_type": model_type}.items()
+    bigload.reshard(tmp_path / "gguf" / "model.gguf", tmp_path / "back", dtype="fp32")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+def test_blocks_of_q8_0_are_near_and_rows_that_are_no_blocks_are_float16(tmp_path):
+    shapes = {**SHAPES, **MLP, "model.layers.0.mlp.down_proj.weight": (HIDDEN, FFN + 8)}
+    tensors = written(tmp_path / "in", shapes)
+    bigload.reshard(tmp_path / "in", tmp_path / "gguf", layout="gguf", dtype="q8_0")
+    found = bigload.open_checkpoint(tmp_path / "gguf" / "model.gguf").tensors
+    assert found["model.layers.0.mlp.up_proj.weight"].dtype.name == "Q8_0"
+    assert found["model.layers.0.mlp.down_proj.weight"].dtype.name == "F16"
+    assert found["model.norm.weight"].dtype.name == "F32"
+    bigload.reshard(tmp_path / "gguf" / "model.gguf", tmp_path / "back", dtype="fp32")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    for name, tensor in tensors.items():
+        rows = tensor.abs().amax(-1, keepdim=True)
+        assert bool(((back[name] - tensor).abs() <= rows / 127).all()), name
+
+
+def test_frequencies_of_llama_3_1_are_divided_by_their_wavelength(tmp_path):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    written(tmp_path / "in", rope_scaling=scaling)
+    bigload.reshard(tmp_path / "in", tmp_path / "gguf", layout="gguf", dtype="bf16")
+    tensor = bigload.open_checkpoint(tmp_path / "gguf" / "model.gguf").tensors["rope_freqs.weight"]
+    raw = (tmp_path / "gguf" / "model.gguf").read_bytes()[tensor.span.start : tensor.span.stop]
+    # a head of 16: wavelengths 6.3, 19.9, 62.8, 199 ...; all below 16 stay, all beyond 64 are divided
+    first, second, third, *others = struct.unpack("<8f", raw)
+    assert first == 1
+    assert 1 < second < third < 8
+    assert others == [8.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_type": "words"}, "this one is 'words'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "not quantised"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "this one has 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "factor above 0; found None"),
+        ({"hidden_size": "many"}, "hidden_size and num_attention_heads"),
+    ],
+)
+def test_what_has_no_form_in_gguf_is_refused(tmp_path, changes, expected):
+    written(tmp_path / "in", **changes)
+    with pytest.raises(OptionError, match=expected):
+        bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"model.layers.0.self_attn.sinks": (HEADS,)}, "sinks has none"),
+        ({"model.layers.0.self_attn.q_norm.weight": (3,)}, "multiples of 8 bytes"),
+    ],
+)
+def test_tensors_without_a_place_are_refused(tmp_path, extra, expected):
+    written(tmp_path / "in", {**SHAPES, **MLP, **extra})
+    with pytest.raises(OptionError, match=expected):
+        bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+
+
+def test_a_missing_expert_is_refused(tmp_path):
+    shapes = {name: shape for name, shape in {**SHAPES, **EXPERTS}.items() if ".experts.4.w2" not in name}
+    written(tmp_path / "in", shapes, model_type="mixtral", num_local_experts=11, num_experts_per_tok=2)
+    with pytest.raises(OptionError, match="some are missing"):
+        bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+
+
+def test_blocks_are_for_gguf_only(tmp_path):
+    written(tmp_path / "in")
+    with pytest.raises(OptionError, match="the layout shards has no blocks of ggml"):
+        bigload.reshard(tmp_path / "in", tmp_path / "out", dtype="q8_0")
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [([64, 96], 32), ([64, 48], 16), ([64, 8], 8), ([4], 4)])
+def test_alignment_leaves_no_gaps(sizes, expected):
+    assert alignment_of(sizes) == expected
