@@ -16,6 +16,8 @@ class Policy(StrEnum):
     """Keep the fullest accelerator as empty as possible."""
     BALANCED_LOW_0 = "balanced_low_0"
     """Keep the first accelerator as empty as possible, then the fullest of the others."""
+    STREAMED = "streamed"
+    """Keep no weights on accelerators: each unit is brought when it runs, as in diffusers' offloading."""
 
 
 class Balance(StrEnum):

@@ -15,6 +15,7 @@ from bigload.planning.model.ties import TiedGroup
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.solve import Solution
 from bigload.planning.plan import DeviceUse, PlanNote
+from bigload.planning.policy_registry import policy_named
 from bigload.units import counted, format_size
 
 
@@ -33,7 +34,8 @@ def notes_on(
     yield from _on_execution(budget, solution)
     if DISK in solution.placement.devices and (ram := ram_without_disk(solution, options.policy)) is not None:
         yield PlanNote(code="disk-used", text=f"with {ram} nothing would stay on disk")
-    if any(use.workspace_bytes for use in devices) and solution.placement.num_in_flight == 1:
+    is_one_asked = policy_named(options.policy).streams_all and not options.prefetch
+    if any(use.workspace_bytes for use in devices) and solution.placement.num_in_flight == 1 and not is_one_asked:
         text = "there is room for one streamed module at a time, so none can arrive while another computes"
         yield PlanNote(code="no-prefetch", text=text if options.prefetch else f"{text} (--prefetch keeps room for two)")
     yield from _on_empty(devices, solution.placement.execution_device)

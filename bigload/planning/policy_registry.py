@@ -25,12 +25,15 @@ class PolicyEntry:
         is_exact: Whether it looks for the least time per token: what it does not find, no other policy finds.
         splits_experts: Whether it can place routed experts apart from their block.
         fills_in_order: Whether it fills earlier accelerators first, whatever `--balance` says.
+        streams_all: Whether it keeps all weights off accelerators, with no more in flight than asked for. It is for
+            cards, so a card that is too small is an error, not left out.
     """
 
     code: Callable[..., object] | str
     is_exact: bool = False
     splits_experts: bool = False
     fills_in_order: bool = False
+    streams_all: bool = False
 
     def load(self) -> Callable[..., object]:
         if not isinstance(self.code, str):
@@ -45,6 +48,7 @@ POLICIES: dict[str, PolicyEntry] = {
     Policy.SEQUENTIAL: PolicyEntry(code=f"{_FOLDER}.sequential:place_sequentially", fills_in_order=True),
     Policy.BALANCED: PolicyEntry(code=f"{_FOLDER}.balanced:place_balanced"),
     Policy.BALANCED_LOW_0: PolicyEntry(code=f"{_FOLDER}.balanced:place_balanced_low_0"),
+    Policy.STREAMED: PolicyEntry(code=f"{_FOLDER}.sequential:place_streamed", streams_all=True),
 }
 """Policies by name, in the order in which help lists them."""
 

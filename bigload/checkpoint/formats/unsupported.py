@@ -116,6 +116,9 @@ def adapter_warning(root: Path) -> tuple[CheckpointWarning, ...]:
     if isinstance(rank, int):
         what += f" of rank {rank}"
     of = f"for {base:.200}" if isinstance(base, str) and base else "for a base model"
+    targets = config.get("target_modules")
+    if isinstance(targets, list) and targets and all(isinstance(each, str) for each in targets):
+        of += f", on {', '.join(sorted(targets)):.200}"
     text = f"this is a {what} {of}, not a model: plan its base model, and load this on top of it (peft)"
     return (CheckpointWarning(code="adapter", text=text),)
 

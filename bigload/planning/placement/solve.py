@@ -30,13 +30,14 @@ def solve(problem: PlacementProblem, policy: str) -> Solution | Misfit:
     """Place units by a policy, with a second unit in flight where there is room for it.
 
     Accelerators that cannot even take what is streamed through them stay unused when RAM can run the model.
+    A policy that `streams_all` is taken at its word in both.
     """
-    found = place_by(policy, problem)
-    if isinstance(found, Misfit) and problem.accelerators and problem.budget.has_cpu:
+    found, streams_all = place_by(policy, problem), policy_named(policy).streams_all
+    if isinstance(found, Misfit) and not streams_all and problem.accelerators and problem.budget.has_cpu:
         without = replace(problem, budget=problem.budget.without_accelerators())
         on_cpu = place_by(policy, without)
         if isinstance(on_cpu, Placement):
             problem, found = without, on_cpu
     if isinstance(found, Misfit):
         return found
-    return Solution(problem=problem, placement=fetch_ahead(problem, found))
+    return Solution(problem=problem, placement=found if streams_all else fetch_ahead(problem, found))

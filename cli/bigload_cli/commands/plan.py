@@ -58,6 +58,14 @@ class FailIf(StrEnum):
     OFFLOAD = "offload"
 
 
+class Offload(StrEnum):
+    """What `--offload` has on the card at a time, in the words of diffusers' `enable_*_offload`."""
+
+    MODEL = "model"
+    SEQUENTIAL = "sequential"
+    GROUP = "group"
+
+
 def plan(
     path: CheckpointArgument,
     max_memory: MaxMemoryOption = None,
@@ -94,6 +102,12 @@ def plan(
     policy: Annotated[
         str, typer.Option("--policy", metavar=f"<{'|'.join(POLICIES)}>", help="How devices are filled.")
     ] = Policy.OPTIMAL,
+    offload: Annotated[
+        Offload | None,
+        typer.Option(
+            "--offload", help="Keep weights off GPUs; one model, one block or a window of two comes at a time."
+        ),
+    ] = None,
     balance: Annotated[
         Balance, typer.Option("--balance", help="Share what fits among GPUs, or fill the first ones.")
     ] = Balance.SPREAD,
@@ -152,10 +166,13 @@ def plan(
 
     Works from the names and sizes in the headers alone: no model code, no torch, no weights.
     """
+    from bigload.errors import OptionError
     from bigload.planning.options import options_of
     from bigload.planning.planner import plan_details
     from bigload_cli.output import open_shown, say_warnings
 
+    if offload is not None:
+        policy, prefetch, no_split = _offload(offload, policy, prefetch=prefetch, no_split=no_split)
     options = options_of(
         policy=policy,
         context=context,
@@ -178,6 +195,8 @@ def plan(
     asked = questions.Question(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
     asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)
     budget = None if asked.needs_no_budget else _budget(max_memory, use_disk=use_disk)
+    if offload is not None and budget is not None and not budget.accelerators:
+        raise OptionError(f"--offload {offload} without a GPU", hint="name one to bring weights to: -m cuda:0=8GiB")
     checkpoint = open_shown(path, quiet=quiet or as_json)
     say_warnings(checkpoint)
     if asked.asked:
@@ -217,6 +236,25 @@ def plan(
         return
     prediction = None if machine is None else machine.of(made.plan, made.structure)
     _deliver(made, prediction, machine, out, html, as_json=as_json, quiet=quiet, color=color)
+
+
+def _offload(
+    offload: Offload, policy: str, *, prefetch: bool, no_split: list[str] | None
+) -> tuple[str, bool, list[str] | None]:
+    """Return the policy, whether two units are in flight, and what stays whole.
+
+    Raises:
+        OptionError: other options say otherwise.
+    """
+    from bigload.errors import OptionError
+
+    contradicting = {"--policy": policy != Policy.OPTIMAL, "--prefetch": prefetch, "--no-split": bool(no_split)}
+    if given := [name for name, is_given in contradicting.items() if is_given]:
+        raise OptionError(
+            f"--offload {offload} decides {' and '.join(given)} itself", hint="leave out one or the other"
+        )
+    whole = ["*"] if offload is Offload.MODEL else None  # modules of the first level: the components of a pipeline
+    return Policy.STREAMED, offload is Offload.GROUP, whole
 
 
 def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:

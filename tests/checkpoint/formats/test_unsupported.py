@@ -67,6 +67,14 @@ def test_an_adapter_is_read_and_says_what_it_is(tmp_path):
     assert "plan its base model" in warning.text
 
 
+@pytest.mark.parametrize(("targets", "shown"), [(["v_proj", "q_proj"], ", on q_proj, v_proj,"), (".*q", ""), ([1], "")])
+def test_targets_of_an_adapter_are_said_where_they_are_a_list(tmp_path, targets, shown):
+    config = {"peft_type": "LORA", "r": 8, "target_modules": targets}
+    (warning,) = open_checkpoint(make_adapter(tmp_path / "lora", config)).warnings
+    assert f"for a base model{shown}" in warning.text
+    assert (", on " in warning.text) == bool(shown)
+
+
 @pytest.mark.parametrize("config", [[], {"r": "x", "base_model_name_or_path": None}, {"peft_type": ["LORA"]}])
 def test_an_odd_config_of_an_adapter_is_no_crash(tmp_path, config):
     assert open_checkpoint(make_adapter(tmp_path / "lora", config)).tensors

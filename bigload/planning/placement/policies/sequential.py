@@ -34,6 +34,25 @@ def place_sequentially(problem: PlacementProblem) -> Placement | Misfit:
     return min(misfits, key=lambda misfit: (bool(misfit.too_small), misfit.unplaced_bytes))
 
 
+def place_streamed(problem: PlacementProblem) -> Placement | Misfit:
+    """Keep all units in RAM and on disk, and run them on the first accelerator that has room for what is streamed.
+
+    Without accelerators RAM runs them.
+    """
+    accelerators = problem.accelerators
+    if not accelerators:
+        return _run_on_host(problem)
+    needed = _streaming(problem, problem.units)
+    rooms = dict(accelerators)
+    execution = next((device for device, room in accelerators if room >= needed), max(rooms, key=rooms.__getitem__))
+    if needed > rooms[execution]:
+        return Misfit(too_small={execution: needed - rooms[execution]})
+    host = _place_on_host(problem, problem.units, problem.budget.get(CPU) or 0)
+    if isinstance(host, Misfit):
+        return replace(host, workspace={execution: _buffers(problem, problem.units), **host.workspace})
+    return replace(host, execution_device=execution)
+
+
 def roomier(rooms: Sequence[tuple[Device, int]]) -> list[int]:
     """Return the indexes of accelerators with more room than every one before them.
 

@@ -2,7 +2,7 @@ import pytest
 
 from bigload.devices import CPU, Device
 from bigload.planning.choices import Policy
-from bigload.planning.placement.policies.sequential import place_sequentially
+from bigload.planning.placement.policies.sequential import place_sequentially, place_streamed
 from bigload.planning.placement.problem import Misfit, Placement, keeps_limits
 from bigload.planning.placement.solve import solve
 from builders import problem_of, unit_of
@@ -144,7 +144,7 @@ def test_a_limited_disk_is_filled_no_further_than_its_limit():
     assert misfit.unplaced_bytes > 0
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", sorted({*Policy} - {Policy.STREAMED}))
 def test_when_nothing_can_be_streamed_through_an_accelerator_ram_runs_the_model(policy):
     found = solve(asked([4, 4, 4], cuda_0=3, cpu=12), policy)
     assert set(found.placement.devices) == {CPU}
@@ -164,3 +164,28 @@ def test_what_a_policy_finds_keeps_every_limit(policy):
         for cpu in range(1, 16):
             found = solve(asked([3, 1, 2, 3, 2], cuda_0=cuda, cpu=cpu), policy)
             assert isinstance(found, Misfit) or keeps_limits(found.problem, found.placement)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limits", "devices", "execution"),
+    [
+        pytest.param(FOUR, {"cuda_0": 100, "cpu": 100}, "cpu cpu cpu cpu", "cuda:0", id="nothing stays on a card"),
+        pytest.param(FOUR, {"cuda_0": 2, "cpu": 100}, "cpu cpu cpu cpu", "cuda:0", id="a card of one unit is enough"),
+        pytest.param(FOUR, {"cuda_0": 1, "cuda_1": 2, "cpu": 100}, "cpu cpu cpu cpu", "cuda:1", id="a card that does"),
+        pytest.param(FOUR, {"cuda_0": 2, "cpu": 5}, "cpu disk disk disk", "cuda:0", id="then the disk"),
+        pytest.param(FOUR, {"cpu": 8}, "cpu cpu cpu cpu", "cpu", id="without cards RAM runs it"),
+    ],
+)
+def test_streamed_units_stay_off_the_cards(sizes, limits, devices, execution):
+    problem = asked(sizes, **limits)
+    placed = place_streamed(problem)
+    assert isinstance(placed, Placement)
+    assert (" ".join(map(str, placed.devices)), str(placed.execution_device)) == (devices, execution)
+    assert keeps_limits(problem, placed)
+    assert solve(problem, Policy.STREAMED).placement.num_in_flight == 1
+
+
+def test_a_card_too_small_for_what_is_streamed_is_a_misfit_though_ram_would_do():
+    problem = asked([2, 5, 2], cuda_0=4, cpu=100)
+    assert solve(problem, Policy.STREAMED) == Misfit(too_small={CUDA0: 1})
+    assert solve(problem, Policy.OPTIMAL).placement.execution_device == CPU
