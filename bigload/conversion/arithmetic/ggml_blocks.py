@@ -38,7 +38,7 @@ class GgmlValues:
     @property
     def row_multiple(self) -> int:
         """The rows of a head, where they are rearranged."""
-        return num_rows(self.tensor) // self.num_heads if self.num_heads else 1
+        return num_rows(self.tensor) // self.num_heads if self.num_heads and len(self.tensor.shape) > 1 else 1
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -59,8 +59,11 @@ class GgmlValues:
         if not self.num_heads:
             return values
         # llama.cpp puts the two halves of a head in turns: 0, h/2, 1, h/2 + 1 ...
-        half = self.row_multiple // 2
-        return values.view(-1, half, 2, values.shape[-1]).transpose(1, 2).reshape(stop - start, -1)
+        is_vector = len(self.tensor.shape) == 1
+        half, width = (
+            (values.shape[1] // self.num_heads // 2, 1) if is_vector else (self.row_multiple // 2, values.shape[1])
+        )
+        return values.view(-1, half, 2, width).transpose(1, 2).reshape(stop - start, -1)
 
 
 def _decoded(rows: torch.Tensor, decode: Callable[[torch.Tensor], torch.Tensor], block_bytes: int) -> torch.Tensor:

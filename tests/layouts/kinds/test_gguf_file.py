@@ -39,6 +39,7 @@ SHAPES = {
     "model.layers.0.self_attn.k_proj.weight": (HIDDEN // 2, HIDDEN),
     "model.layers.0.self_attn.v_proj.weight": (HIDDEN // 2, HIDDEN),
     "model.layers.0.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+    "model.layers.0.self_attn.q_proj.bias": (HIDDEN,),
 }
 MLP = {
     "model.layers.0.mlp.gate_proj.weight": (FFN, HIDDEN),
