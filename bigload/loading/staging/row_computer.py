@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ Fill = Callable[[memoryview, TensorInfo | AssembledTensor, int, int], None]
 class RowComputer:
     """Computes elements of tensors; `fill` reads what they are computed from. Several threads may share one.
 
-    Operands that are kept take their bytes until the end, all else a few blocks of `STEP_ELEMENTS` for each thread.
+    As many threads compute at a time as there are cores: more would only need more memory. Operands that are kept take
+    their bytes until the end, all else a few blocks of `STEP_ELEMENTS` for each of these threads.
     """
 
     def __init__(self, fill: Fill) -> None:
@@ -33,6 +35,7 @@ class RowComputer:
         self._lock = threading.Lock()
         self._kept: dict[OperandRows, torch.Tensor] = {}
         self._idle: list[Blocks] = []
+        self._turns = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
     def compute(
         self, tensor: ComputedTensor, start: int, stop: int, memory: memoryview, *, parts: Sequence[Slice], dtype: DType
@@ -50,7 +53,7 @@ class RowComputer:
         cuts = [(part.start, part.stop) for part in parts if part.dim == len(tensor.shape) - 1]
         columns = sum(stop - start for start, stop in cuts) if cuts else width
         beyond = 0
-        with self._lent() as blocks:
+        with self._turns, self._lent() as blocks:
             for row, low, high in source_rows(tensor.shape, parts, first // columns, -(-last // columns)):
                 for begin, end in _steps(low, high, STEP_ELEMENTS // width, tensor.operation.row_multiple):
                     values = self._rows(tensor, begin, end, blocks, "operand")
@@ -75,7 +78,8 @@ class RowComputer:
         with self._lock:
             found = self._kept.get(rows)
             if found is None:
-                found = self._kept[rows] = self._operand(rows, {}, "kept")
+                # In memory of its own size: a block is large, and adapters have thousands of small matrices.
+                found = self._kept[rows] = self._operand(rows, {}, "kept").clone()
             return found
 
     def _operand(self, rows: OperandRows, blocks: Blocks, use: str) -> torch.Tensor:
