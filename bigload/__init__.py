@@ -51,6 +51,7 @@ _MODULES = {
     "bigload.layouts.kinds.rank_slices": "RanksFolder read_ranks",
     "bigload.layouts.offload_reader": "OffloadFolder",
     "bigload.layouts.reshard": "ReshardReport reshard",
+    "bigload.layouts.transforms.dequantize": "Dequantize",
     "bigload.layouts.transforms.lora": "MergeLora",
     "bigload.layouts.transforms.tensor_names": "AddPrefix Drop Only Rename",
     "bigload.layouts.verification.verify": "FileProblem VerifyReport verify",

@@ -84,6 +84,7 @@ from bigload.layouts.kinds.rank_slices import read_ranks as read_ranks
 from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder
 from bigload.layouts.reshard import ReshardReport as ReshardReport
 from bigload.layouts.reshard import reshard as reshard
+from bigload.layouts.transforms.dequantize import Dequantize as Dequantize
 from bigload.layouts.transforms.lora import MergeLora as MergeLora
 from bigload.layouts.transforms.tensor_names import AddPrefix as AddPrefix
 from bigload.layouts.transforms.tensor_names import Drop as Drop

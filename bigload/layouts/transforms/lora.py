@@ -181,7 +181,7 @@ class _Merge:
         base = self._tensors[target]
         if base.dtype.name not in CASTABLE:
             self.problems.append(
-                f"{target} is stored as {base.dtype}: its weights are packed, and nothing can be added"
+                f"{target} is stored as {base.dtype}: --dequantize bf16 before --lora makes plain weights of it"
             )
             return
         is_transposed = embedding or self._adapter.config.get("fan_in_fan_out") is True

@@ -115,6 +115,10 @@ def reshard(
         NameScheme | None,
         typer.Option("--names", help="Names and forms of tensors: transformers' in memory, or the original files'."),
     ] = None,
+    dequantize: Annotated[
+        str | None,
+        typer.Option("--dequantize", metavar="DTYPE", help="Write weights of FP8 and of compressed-tensors as bf16."),
+    ] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option("--lora", metavar="DIR", help="Merge a LoRA adapter of PEFT into the weights. Repeat for more."),
@@ -181,6 +185,7 @@ def reshard(
     from bigload.layouts.dtype_rules import dtype_rule
     from bigload.layouts.options import DEFAULT_MAX_INFLIGHT, ReshardOptions
     from bigload.layouts.preparation import prepare_reshard
+    from bigload.layouts.transforms.dequantize import Dequantize
     from bigload.layouts.transforms.lora import MergeLora
     from bigload.layouts.transforms.tensor_names import AddPrefix, Drop, Only, Rename
     from bigload_cli.output import say, say_warnings
@@ -191,6 +196,7 @@ def reshard(
         raise OptionError.of("--lora-scale", len(lora_scale), "as many as there are --lora, in their order")
     scales = iter(lora_scale or [1.0] * len(lora or ()))
     made_by: dict[str, Callable[[str], Transform]] = {
+        "--dequantize": Dequantize.parse,
         "--lora": lambda path: MergeLora(path, next(scales)),
         "--rename": Rename.parse,
         "--add-prefix": AddPrefix,
@@ -198,6 +204,7 @@ def reshard(
         "--only": lambda texts: Only(tuple(texts.split(","))),
     }
     values = {
+        "--dequantize": [dequantize] if dequantize else (),
         "--lora": lora or (),
         "--rename": rename or (),
         "--add-prefix": add_prefix or (),

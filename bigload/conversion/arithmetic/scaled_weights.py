@@ -1,0 +1,81 @@
+"""Weights stored as small numbers with scales: `(stored - zero point) * scale`, in float32.
+
+The scale of an element is that of its part of a grid over the matrix: one for all, one for each row, one for a block of
+rows and columns. Stored are 8-bit floats or integers, or integers of few bits packed into 32-bit words, lowest first,
+with half their range added (`pack-quantized` of compressed-tensors 0.20).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bigload.checkpoint.model import TensorInfo
+from bigload.conversion.computed_tensor import Operand, OperandRows
+from bigload.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ScaledWeights:
+    """Rows of a weight [rows, columns].
+
+    Attributes:
+        stored: The numbers, [rows, columns], or [rows, words] where they are packed.
+        scale: Scales, [rows of the grid, columns of the grid].
+        block: Rows and columns of an element of the grid.
+        columns: Of the weight.
+        bits: Of a packed number; 0 where they are not packed.
+        zero_point: What was added to the stored numbers of each row, [rows, 1].
+    """
+
+    stored: TensorInfo
+    scale: TensorInfo
+    block: tuple[int, int]
+    columns: int
+    bits: int = 0
+    zero_point: TensorInfo | None = None
+    row_multiple: int = 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Numbers, scales and zero points."""
+        return (self.stored, self.scale) if self.zero_point is None else (self.stored, self.scale, self.zero_point)
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return the same rows of the numbers, and those of the grid that they lie in."""
+        scale = OperandRows(self.scale, start // self.block[0], -(-stop // self.block[0]))
+        rest = () if self.zero_point is None else (OperandRows(self.zero_point, start, stop),)
+        return OperandRows(self.stored, start, stop), scale, *rest
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the weights.
+
+        Raises:
+            CheckpointError: a scale is not finite.
+        """
+        stored, scale, *zero_point = operands
+        values = _unpacked(stored, self.bits)[:, : self.columns] if self.bits else stored.float()
+        if zero_point:
+            values = values - zero_point[0].float()
+        scale = scale.float()
+        if not bool(scale.isfinite().all()):
+            raise CheckpointError(f"a scale in {self.scale.name} is not finite", hint="download the checkpoint again")
+        rows, columns = self.block
+        if rows > 1 and scale.shape[0] > 1:
+            first = start // rows * rows
+            scale = scale.repeat_interleave(rows, dim=0)[start - first : stop - first]
+        if scale.shape[1] > 1:
+            scale = scale.repeat_interleave(columns, dim=1)[:, : self.columns]
+        return values * scale
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    import torch
+
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    numbers = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return numbers.flatten(1).float() - (1 << (bits - 1))

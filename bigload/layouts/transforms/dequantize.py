@@ -1,0 +1,172 @@
+"""Transform of quantised weights into plain ones, for methods whose weights are rows of numbers with scales.
+
+Fine-grained FP8 (`weight_scale_inv`, DeepSeek), FP8 and INT8 with a scale for each tensor or row (`weight_scale`,
+compressed-tensors, fbgemm), and `pack-quantized` integers of compressed-tensors without zero points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.quantisation import quantisation_of
+from bigload.conversion.arithmetic.scaled_weights import ScaledWeights
+from bigload.conversion.computed_tensor import ComputedTensor, Operand
+from bigload.dtypes import DTYPES, DType, parse_dtype
+from bigload.errors import InvalidCheckpointError, OptionError, Problem, UnsupportedFormatError
+from bigload.layouts.tensors_to_write import TensorsToWrite
+from bigload.units import counted
+
+_STORED = ("F8_E4M3", "F8_E5M2", "I8")
+_SCALES = ("weight_scale_inv", "weight_scale")
+_BESIDE = (*_SCALES, "weight_zero_point", "weight_shape", "activation_scale", "input_scale", "k_scale", "v_scale")
+_TARGETS = ("BF16", "F16", "F32")
+_DEFAULT_BLOCK = (128, 128)
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """Write quantised weights as plain numbers of `dtype`.
+
+    Raises:
+        OptionError: weights are not written in this dtype.
+    """
+
+    dtype: DType = DTYPES["BF16"]
+
+    def __post_init__(self) -> None:
+        if self.dtype.name not in _TARGETS:
+            raise OptionError.of("dequantize", self.dtype.name, "bf16, fp16 or fp32")
+
+    @classmethod
+    def parse(cls, text: str) -> Dequantize:
+        """Return the transform to the dtype that `text` names.
+
+        Raises:
+            OptionError: none of that name.
+        """
+        try:
+            return cls(parse_dtype(text))
+        except ValueError as error:
+            if isinstance(error, OptionError):
+                raise
+            raise OptionError.of("dequantize", text, f"bf16, fp16 or fp32 ({error})") from None
+
+    def __str__(self) -> str:
+        return f"dequantize {self.dtype.name}"
+
+    def apply(self, found: TensorsToWrite) -> TensorsToWrite:
+        """Return plain weights in place of the quantised ones, and a config without `quantization_config`.
+
+        Raises:
+            OptionError: nothing is quantised.
+            UnsupportedFormatError: the weights are packed by a method that is not undone here.
+            InvalidCheckpointError: numbers have no scale, or scales of another shape.
+        """
+        checkpoint = found.checkpoint
+        tensors = found.tensors
+        method = quantisation_of(checkpoint)
+        other = next((name for name in tensors if name.endswith((".qweight", "_blocks", ".absmax", ".SCB"))), None)
+        if other is not None:
+            raise UnsupportedFormatError(
+                checkpoint.path,
+                f"weights of {'this method' if method is None else method.method} are not dequantised here ({other})",
+                hint="load it with transformers and its method's package, then model.dequantize().save_pretrained(OUT)",
+            )
+        block = _block_size(checkpoint.config)
+        packed_bits = method.bits if method is not None and method.bits in (4, 8) else 0
+        made: dict[str, Operand] = {}
+        problems: list[str] = []
+        for name, tensor in tensors.items():
+            module, _, leaf = name.rpartition(".")
+            if leaf not in ("weight", "weight_packed") or not isinstance(tensor, TensorInfo):
+                continue
+            if tensor.dtype.name not in (_STORED if leaf == "weight" else ("I32",)):
+                continue
+            operation = _operation(tensors, module, tensor, block=block, packed_bits=packed_bits, problems=problems)
+            if operation is not None:
+                shape = (*tensor.shape[:-1], operation.columns)
+                made[f"{module}.weight"] = ComputedTensor(f"{module}.weight", self.dtype, shape, operation)
+        if problems:
+            raise InvalidCheckpointError(
+                checkpoint.path, [Problem(code="bad-scale", file=checkpoint.name, text=text) for text in problems]
+            )
+        if not made:
+            raise OptionError.of("dequantize", self.dtype.name, "a quantised checkpoint: no weights of this one are")
+        kept = [made.get(name.removesuffix("_packed"), tensor) for name, tensor in _plain(tensors, made)]
+        note = f"{counted(len(made), 'weight')} dequantised to {self.dtype.name}"
+        result = found.with_tensors(kept, notes=[note])
+        config = {key: value for key, value in (checkpoint.config or {}).items() if key != "quantization_config"}
+        if checkpoint.config is None:
+            return result
+        return replace(result, checkpoint=replace(result.checkpoint, config=config))
+
+
+def _plain(tensors: Mapping[str, Operand], made: Mapping[str, Operand]) -> Iterator[tuple[str, Operand]]:
+    """Yield all tensors but those that say how to unpack a weight."""
+    modules = {name.rpartition(".")[0] for name in made}
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf not in _BESIDE or (module not in modules and leaf not in ("k_scale", "v_scale")):
+            yield name, tensor
+
+
+def _operation(
+    tensors: Mapping[str, Operand],
+    module: str,
+    stored: TensorInfo,
+    *,
+    block: tuple[int, int],
+    packed_bits: int,
+    problems: list[str],
+) -> ScaledWeights | None:
+    scale = next((found for leaf in _SCALES if isinstance(found := tensors.get(f"{module}.{leaf}"), TensorInfo)), None)
+    if scale is None:
+        problems.append(f"{stored.name} is {stored.dtype} and has no scale")
+        return None
+    rows, columns, bits = _rows(stored.shape), stored.shape[-1] if stored.shape else 0, 0
+    if stored.name.endswith(".weight_packed"):
+        bits = packed_bits
+        columns = columns * 32 // bits if bits else 0
+    zero_point = tensors.get(f"{module}.weight_zero_point")
+    shape = _grid(scale.shape, rows)
+    if len(stored.shape) != 2 or not columns or shape is None or (zero_point is not None and bits):
+        problems.append(f"{stored.name} {list(stored.shape)} does not go with {scale.name} {list(scale.shape)}")
+        return None
+    if shape[0] in (1, rows) and columns % shape[1] == 0:
+        each = (rows if shape[0] == 1 else 1, columns // shape[1])
+    else:
+        each = block
+    if shape != (-(-rows // each[0]), -(-columns // each[1])):
+        problems.append(f"{scale.name} is {list(shape)} for blocks of {list(each)} in {[rows, columns]}")
+        return None
+    flat = replace(scale, shape=shape)
+    zero = None
+    if isinstance(zero_point, TensorInfo):
+        if zero_point.num_elements != rows:
+            problems.append(f"{zero_point.name} is {list(zero_point.shape)}, expected one for each of {rows} rows")
+            return None
+        zero = replace(zero_point, shape=(rows, 1))
+    return ScaledWeights(stored, flat, each, columns, bits, zero)
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    return shape[0] if len(shape) == 2 else 0
+
+
+def _grid(shape: tuple[int, ...], rows: int) -> tuple[int, int] | None:
+    """Return the rows and columns of scales: one number, one for each row, or a matrix."""
+    if len(shape) == 2:
+        return shape[0], shape[1]
+    if shape in ((), (1,)):
+        return 1, 1
+    return (rows, 1) if shape == (rows,) else None
+
+
+def _block_size(config: Mapping[str, object] | None) -> tuple[int, int]:
+    found = (config or {}).get("quantization_config")
+    size = found.get("weight_block_size") if isinstance(found, dict) else None
+    if isinstance(size, list) and len(size) == 2 and all(isinstance(each, int) and each > 0 for each in size):
+        return size[0], size[1]
+    return _DEFAULT_BLOCK

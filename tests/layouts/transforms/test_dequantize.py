@@ -1,0 +1,130 @@
+"""Quantised weights come out as their numbers times their scales; what cannot be undone is refused by name."""
+
+import json
+
+import pytest
+
+import bigload
+from bigload.dtypes import DTYPES
+from bigload.errors import BigloadError, InvalidCheckpointError, OptionError, UnsupportedFormatError
+from bigload.layouts.transforms.dequantize import Dequantize
+
+torch = pytest.importorskip("torch")
+safe = pytest.importorskip("safetensors.torch")
+
+
+def _saved(folder, tensors, quantization=None):
+    folder.mkdir()
+    safe.save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "llama"} | ({} if quantization is None else {"quantization_config": quantization})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _undone(source, out, dtype="F32", **options):
+    report = bigload.reshard(source, out, transforms=[Dequantize(DTYPES[dtype])], **options)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert bigload.verify(out).ok
+    return bigload.load(out), report
+
+
+def _float8(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("shape", [(256, 384), (200, 300), (5, 7)])
+def test_blocks_of_fp8(tmp_path, shape, dtype):
+    grid = tuple(-(-size // 128) for size in shape)
+    weight, scale = _float8(*shape), torch.rand(grid) + 0.1
+    tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "a.bias": torch.ones(3), "n.weight": torch.ones(4)}
+    source = _saved(tmp_path / "in", tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    found, report = _undone(source, tmp_path / "out", dtype)
+    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+    assert torch.equal(found["a.weight"], (weight.float() * wide).to(getattr(torch, DTYPES[dtype].torch_name)))
+    assert found.keys() == {"a.weight", "a.bias", "n.weight"}
+    assert "1 weight dequantised" in report.output.notes[0]
+
+
+@pytest.mark.parametrize("scale_shape", [(), (1,), (1, 1), (6,), (6, 1)])
+@pytest.mark.parametrize("is_integer", [False, True])
+def test_a_scale_for_each_tensor_or_row(tmp_path, scale_shape, is_integer):
+    weight = torch.arange(-24, 24, dtype=torch.int8).view(6, 8) if is_integer else _float8(6, 8)
+    scale = torch.rand(scale_shape) + 0.1
+    tensors = {"a.weight": weight, "a.weight_scale": scale, "a.input_scale": torch.ones(1), "x.k_scale": torch.ones(1)}
+    if is_integer and len(scale_shape) == 2 and scale_shape[0] == 6:
+        tensors["a.weight_zero_point"] = torch.arange(6, dtype=torch.int8).view(6, 1)
+    source = _saved(tmp_path / "in", tensors, {"quant_method": "compressed-tensors"})
+    found, _ = _undone(source, tmp_path / "out")
+    zero = tensors["a.weight_zero_point"].float() if "a.weight_zero_point" in tensors else 0
+    assert torch.equal(found["a.weight"], (weight.float() - zero) * scale.reshape(-1, 1))
+    assert found.keys() == {"a.weight"}
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64), (4, 128), (8, 128), (4, 0)])
+def test_packed_integers(tmp_path, bits, group):
+    numbers = torch.randint(0, 2**bits, (6, 256), generator=torch.Generator().manual_seed(bits))
+    each = 32 // bits
+    words = (numbers.view(6, -1, each).to(torch.int64) << (torch.arange(each) * bits)).sum(-1)
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    scale = (torch.rand(6, 256 // group if group else 1) + 0.1).bfloat16()
+    tensors = {"a.weight_packed": words, "a.weight_scale": scale, "a.weight_shape": torch.tensor([6, 256])}
+    groups = {"group_0": {"weights": {"num_bits": bits, "type": "int"}}}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    found, _ = _undone(_saved(tmp_path / "in", tensors, settings), tmp_path / "out", "BF16")
+    wide = scale.repeat_interleave(group or 256, 1)
+    assert torch.equal(found["a.weight"], (numbers - 2 ** (bits - 1)).bfloat16() * wide)
+
+
+def test_ranks_get_parts_of_plain_weights(tmp_path):
+    weight, scale = _float8(256, 256), torch.rand(2, 2) + 0.1
+    tensors = {"model.mlp.down_proj.weight": weight, "model.mlp.down_proj.weight_scale_inv": scale}
+    source = _saved(tmp_path / "in", tensors, {"quant_method": "fp8"})
+    rules = {"model.mlp.down_proj": "rowwise"}
+    bigload.reshard(source, tmp_path / "ranks", tp=2, tp_rules=rules, transforms=[Dequantize()])
+    found, _ = _undone(source, tmp_path / "out", "BF16")
+    parts = [bigload.load(tmp_path / "ranks" / f"rank-{rank}")["model.mlp.down_proj.weight"] for rank in range(2)]
+    assert torch.equal(torch.cat(parts, dim=1), found["model.mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        ({"a.weight": torch.ones(4, 4)}, OptionError, "no weights of this one are"),
+        ({"a.weight": _float8(4, 4)}, InvalidCheckpointError, "a.weight is F8_E4M3 and has no scale"),
+        (
+            {"a.weight": _float8(4, 4), "a.weight_scale": torch.ones(3)},
+            InvalidCheckpointError,
+            r"a.weight \[4, 4\] does not go with a.weight_scale \[3\]",
+        ),
+        (
+            {"a.weight": _float8(300, 300), "a.weight_scale_inv": torch.ones(2, 3)},
+            InvalidCheckpointError,
+            r"a.weight_scale_inv is \[2, 3\] for blocks of \[128, 128\]",
+        ),
+        ({"a.qweight": torch.ones(4, 4, dtype=torch.int32)}, UnsupportedFormatError, "not dequantised here"),
+        ({"a.experts_blocks": torch.ones(4, dtype=torch.uint8)}, UnsupportedFormatError, "not dequantised here"),
+        (
+            {"a.weight_packed": torch.ones(4, 4, dtype=torch.int32), "a.weight_scale": torch.ones(4, 1)},
+            InvalidCheckpointError,
+            "does not go with",
+        ),
+    ],
+)
+def test_what_cannot_be_undone_is_refused(tmp_path, tensors, error, message):
+    with pytest.raises(error, match=message):
+        bigload.reshard(_saved(tmp_path / "in", tensors), tmp_path / "out", transforms=[Dequantize()])
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_scales_that_are_no_numbers_publish_nothing(tmp_path):
+    tensors = {"a.weight": _float8(4, 4), "a.weight_scale": torch.tensor(float("nan"))}
+    with pytest.raises(BigloadError, match=r"a scale in a.weight_scale is not finite"):
+        bigload.reshard(_saved(tmp_path / "in", tensors), tmp_path / "out", transforms=[Dequantize()])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["int8", "f64", "nonsense", ""])
+def test_other_dtypes_are_refused(text):
+    with pytest.raises(OptionError, match="dequantize"):
+        Dequantize.parse(text)
