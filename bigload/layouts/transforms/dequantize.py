@@ -21,6 +21,7 @@ from bigload.units import counted
 _STORED = ("F8_E4M3", "F8_E5M2", "I8")
 _SCALES = ("weight_scale_inv", "weight_scale")
 _BESIDE = (*_SCALES, "weight_zero_point", "weight_shape", "activation_scale", "input_scale", "k_scale", "v_scale")
+_SCALE_DTYPES = ("F32", "F16", "BF16", "F8_E8M0")
 _TARGETS = ("BF16", "F16", "F32")
 _DEFAULT_BLOCK = (128, 128)
 
@@ -122,8 +123,9 @@ def _operation(
     problems: list[str],
 ) -> ScaledWeights | None:
     scale = next((found for leaf in _SCALES if isinstance(found := tensors.get(f"{module}.{leaf}"), TensorInfo)), None)
-    if scale is None:
-        problems.append(f"{stored.name} is {stored.dtype} and has no scale")
+    if scale is None or scale.dtype.name not in _SCALE_DTYPES:
+        why = "no scale" if scale is None else f"scales in {scale.dtype}, which is not read as one"
+        problems.append(f"{stored.name} is {stored.dtype} and has {why}")
         return None
     rows, columns, bits = _rows(stored.shape), stored.shape[-1] if stored.shape else 0, 0
     if stored.name.endswith(".weight_packed"):

@@ -102,6 +102,11 @@ def test_ranks_get_parts_of_plain_weights(tmp_path):
             InvalidCheckpointError,
             r"a.weight_scale_inv is \[2, 3\] for blocks of \[128, 128\]",
         ),
+        (
+            {"a.weight": _float8(4, 4), "a.weight_scale": torch.ones(4, 1, dtype=torch.uint8)},
+            InvalidCheckpointError,
+            "a.weight is F8_E4M3 and has scales in U8",
+        ),
         ({"a.qweight": torch.ones(4, 4, dtype=torch.int32)}, UnsupportedFormatError, "not dequantised here"),
         ({"a.experts_blocks": torch.ones(4, dtype=torch.uint8)}, UnsupportedFormatError, "not dequantised here"),
         (
