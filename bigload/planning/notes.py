@@ -34,10 +34,10 @@ def notes_on(
     yield from _on_execution(budget, solution)
     if DISK in solution.placement.devices and (ram := ram_without_disk(solution, options.policy)) is not None:
         yield PlanNote(code="disk-used", text=f"with {ram} nothing would stay on disk")
-    is_one_asked = policy_named(options.policy).streams_all and not options.prefetch
-    if any(use.workspace_bytes for use in devices) and solution.placement.num_in_flight == 1 and not is_one_asked:
+    if any(use.workspace_bytes for use in devices) and solution.placement.num_in_flight == 1:
+        is_final = options.prefetch or policy_named(options.policy).streams_all  # --offload decides how many
         text = "there is room for one streamed module at a time, so none can arrive while another computes"
-        yield PlanNote(code="no-prefetch", text=text if options.prefetch else f"{text} (--prefetch keeps room for two)")
+        yield PlanNote(code="no-prefetch", text=text if is_final else f"{text} (--prefetch keeps room for two)")
     yield from _on_empty(devices, solution.placement.execution_device)
     yield from _on_structure(structure, options)
     yield from _on_experts(structure, options, solution)
