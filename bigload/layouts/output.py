@@ -97,6 +97,7 @@ class OutputFile:
         is_copy: The file is a copy of a file of the source, whatever is in it. `tensors` has one that stands for all
             of its bytes, and that no record names.
         sha256: Digest that the service has for the whole file, in hexadecimal.
+        gaps: Of a raw file: bytes after each tensor.
     """
 
     file: str
@@ -108,6 +109,7 @@ class OutputFile:
     metadata: Mapping[str, str] = field(default_factory=dict)
     is_copy: bool = False
     sha256: str | None = None
+    gaps: tuple[bytes, ...] = ()
 
     @classmethod
     def copy_of(cls, file: str, num_bytes: int, *, sha256: str | None = None, to: str | None = None) -> Self:
@@ -132,13 +134,21 @@ class OutputFile:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Size of the file: header and data."""
-        return self.header_bytes + sum(tensor.num_bytes for tensor in self.tensors)
+        """Size of the file: header, data and gaps."""
+        data_bytes = sum(tensor.num_bytes for tensor in self.tensors)
+        return self.header_bytes + data_bytes + sum(map(len, self.gaps))
 
     def starts(self) -> list[int]:
         """Return where in the file each tensor starts."""
         sizes = (tensor.num_bytes for tensor in self.tensors[:-1])
+        if self.gaps:
+            sizes = (size + len(gap) for size, gap in zip(sizes, self.gaps, strict=False))
         return list(accumulate(sizes, initial=self.header_bytes)) if self.tensors else []
+
+    def literals(self) -> list[tuple[int, bytes]]:
+        """Return the gaps behind the header, each with where in the file it starts."""
+        ends = (start + tensor.num_bytes for tensor, start in zip(self.tensors, self.starts(), strict=True))
+        return [(end, gap) for end, gap in zip(ends, self.gaps, strict=False) if gap]
 
     @property
     def folder(self) -> str:

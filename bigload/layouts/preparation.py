@@ -262,7 +262,7 @@ def _recipe(output: Output, identities: Mapping[str, SourceIdentity]) -> str:
         shared = (identity.num_bytes, *identity.version, *identity.status_version)
         digest.update(json.dumps([name, *shared]).encode())
     for file in output.files:
-        digest.update(json.dumps([file.file, file.num_bytes]).encode() + file.header)
+        digest.update(json.dumps([file.file, file.num_bytes]).encode() + file.header + b"".join(file.gaps))
         for tensor in file.tensors:
             parts = [(part.dim, part.start, part.stop) for part in tensor.parts]
             digest.update(json.dumps([*_place_of(tensor.source), tensor.dtype.name, parts]).encode())

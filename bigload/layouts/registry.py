@@ -29,6 +29,7 @@ LAYOUTS: dict[str, RegisteredLayout] = {
         ("shards", "shards", "the same checkpoint in other files; torch files become safetensors"),
         ("ranks", "rank_slices", "one folder per tensor-parallel rank, which then reads only its part"),
         ("gguf", "gguf_file", "one GGUF file, for llama.cpp; --dtype takes q8_0 too"),
+        ("dcp", "distributed", "what torch.distributed.checkpoint.load reads"),
         ("vllm", "vllm_shards", "vLLM's sharded_state: a file per rank, names and fusions as there"),
     )
 }

@@ -101,7 +101,7 @@ def reshard(
     Args:
         source: A plan or the path of a plan file, or a checkpoint or its path.
         out: Must not exist, or be empty. It appears when everything is written, flushed and verified.
-        layout: `devices` (of plans), `offload`, `shards` (of checkpoints), `ranks` (with `tp`) or `vllm` (with `tp`).
+        layout: `devices` (of plans), `offload`, `shards` (of checkpoints), `dcp`, `ranks` or `vllm` (both with `tp`).
         checkpoint: Where the checkpoint of a plan is, if not where the plan says.
         max_shard_bytes: Largest size of the files to write, in bytes or as text such as `2GB`; `None` for one file.
         dtype: Cast floating-point tensors while copying.

@@ -1,12 +1,14 @@
 """Distributed checkpoints for tests: what each rank of a training saves, in real processes."""
 
+import warnings
+
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
@@ -73,4 +75,22 @@ def experts() -> dict[str, torch.Tensor]:
 
 def save_alone(folder: str, state: dict[str, object]) -> None:
     """Save `state` from this process."""
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def load_alone(folder: str, state: dict[str, object]) -> None:
+    """Fill `state` in this process."""
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+
+
+def load(kind: str, folder: str) -> bool:
+    """Load `folder` into a model with other weights, sharded by `kind`; return whether it then has those of `model`."""
+    made = sharded(kind, torch.distributed.get_world_size())
+    for parameter in made.parameters():
+        torch.nn.init.zeros_(parameter)
+    state = get_model_state_dict(made)
+    dcp.load(state, checkpoint_id=folder)
+    found = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
+    return all(torch.equal(found[name], each) for name, each in model().state_dict().items())

@@ -32,6 +32,7 @@ from bigload.errors import (
     Problem,
     ReadError,
 )
+from bigload.layouts.dat_format import DAT_SUFFIX
 from bigload.layouts.verification.digests import FileDigest, TensorRange
 from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
 from bigload.layouts.verification.stored_pieces import OpenPieces, open_pieces
@@ -284,7 +285,7 @@ class _FileCheck:
         """
         if self._has_header:
             return {tensor.name: tensor.span for tensor in read_shard_header(place, self.file).tensors.values()}
-        if len(self.record.tensors) == 1:  # a file of bare bytes
+        if len(self.record.tensors) == 1 and self.file.endswith(DAT_SUFFIX):  # a file of bare bytes
             return {name: Span(self.file, 0, self.record.num_bytes) for name in self.record.tensors}
         return {}
 

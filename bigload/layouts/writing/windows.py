@@ -36,13 +36,15 @@ _NEVER_ZERO = "F8_E8M0"
 class Window:
     """Bytes `start` to `stop` of a file.
 
-    Bytes that `header` and `portions` leave open are zeros: the rim of a hole.
+    Bytes that `header`, `literals` (each with its offset in the window) and `portions` leave open are zeros: the rim of
+    a hole.
     """
 
     start: int
     stop: int
     header: bytes
     portions: tuple[Portion, ...]
+    literals: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -78,8 +80,11 @@ class DataRanges:
 def data_ranges(output: OutputFile, extents: Extents, *, block_bytes: int) -> DataRanges:
     """Return what of `output` is data, in whole blocks; the last may be cut short by the end of the file."""
     pairs = [(0, output.header_bytes)]
+    literals = output.literals()
     for tensor, start in zip(output.tensors, output.starts(), strict=True):
         pairs += ((start + begin, start + end) for begin, end in _data_of(tensor, extents))
+    if literals:
+        pairs = sorted([*pairs, *((start, start + len(gap)) for start, gap in literals)])
     merged: list[tuple[int, int]] = []
     for first, last in pairs:
         if first == last:
@@ -107,6 +112,8 @@ def windows(
     """
     starts = output.starts()
     cuts = _cuts(output, starts) if is_cut_at_tensors else []
+    literals = output.literals()
+    places = [start for start, _ in literals]
     for start, stop in ranges.pairs:
         left = start
         while left < stop:
@@ -114,8 +121,18 @@ def windows(
             right = min(left + window_bytes, stop, *cuts[cut : cut + 1])
             if right > begin:
                 header = output.header[left:right] if left < output.header_bytes else b""
-                yield Window(left, right, header, tuple(_portions(output, starts, left, right)))
+                found = literals[max(bisect_right(places, left) - 1, 0) : bisect_right(places, right)]
+                cut_out = tuple(_within(found, left, right))
+                yield Window(left, right, header, tuple(_portions(output, starts, left, right)), cut_out)
             left = right
+
+
+def _within(literals: Iterable[tuple[int, bytes]], left: int, right: int) -> Iterator[tuple[int, bytes]]:
+    """Yield what of `literals` is in a window, with its offset there."""
+    for start, content in literals:
+        part = content[max(left - start, 0) : max(right - start, 0)]
+        if part:
+            yield max(start - left, 0), part
 
 
 def _cuts(output: OutputFile, starts: list[int]) -> list[int]:

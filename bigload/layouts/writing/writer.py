@@ -200,7 +200,8 @@ class Writer:
 
     def _copy_in_kernel(self, output: OutputFile, sink: OutputFileWriter) -> DataRanges:
         names = {each.source.span.file for each in output.tensors if isinstance(each.source, TensorInfo)}
-        if self._kernel is KernelCopy.NOTHING or len(names) > MAX_OPEN_FILES:  # it needs all of them open at once
+        is_too_many = len(names) > MAX_OPEN_FILES  # it needs all of them open at once
+        if self._kernel is KernelCopy.NOTHING or is_too_many or output.gaps:
             return DataRanges(())
         with ExitStack() as lent:
             descriptors = {name: lent.enter_context(self._sources.descriptor(name)) for name in names}
@@ -235,9 +236,12 @@ class Writer:
         window = job.window
         padded = job.file.sink.padded(window.num_bytes)
         view = memoryview(block)[:padded]
-        if len(window.header) + sum(portion.stop - portion.start for portion in window.portions) < padded:
+        known = len(window.header) + sum(len(content) for _, content in window.literals)
+        if known + sum(portion.stop - portion.start for portion in window.portions) < padded:
             _libc.memset(address_of(block), 0, padded)
         view[: len(window.header)] = window.header
+        for offset, content in window.literals:
+            view[offset : offset + len(content)] = content
         self._window_reader.fill(view[: window.num_bytes], window.portions)
         return view
 
