@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bigload.checkpoint.formats.restricted_unpickler import STORAGE_DTYPES
+from bigload.checkpoint.formats.torch_storages import STORAGE_DTYPES
 from bigload.conversion.strided_pieces import row_strides
 from bigload.dtypes import DType
 

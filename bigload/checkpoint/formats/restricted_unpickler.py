@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from bigload.checkpoint.formats.registry import FormatError
+from bigload.checkpoint.formats.torch_storages import STORAGE_DTYPES
 
 MAX_PICKLE_BYTES = 16 * 2**20
 """A tensor takes about 120, so this is more than 100 000 tensors. A byte takes up to 25 bytes of memory beside objects;
@@ -277,26 +278,6 @@ def opaque(tensor_kind: str | None = None) -> Callable[..., Opaque]:
     """Return a function that takes anything and returns an `Opaque`."""
     return lambda *_: Opaque(tensor_kind)
 
-
-STORAGE_DTYPES: Mapping[str, str | None] = MappingProxyType(
-    {
-        "DoubleStorage": "float64",
-        "FloatStorage": "float32",
-        "HalfStorage": "float16",
-        "BFloat16Storage": "bfloat16",
-        "LongStorage": "int64",
-        "IntStorage": "int32",
-        "ShortStorage": "int16",
-        "CharStorage": "int8",
-        "ByteStorage": "uint8",
-        "BoolStorage": "bool",
-        "ComplexFloatStorage": "complex64",
-        "ComplexDoubleStorage": "complex128",
-        "UntypedStorage": "uint8",
-        **dict.fromkeys(("QInt8Storage", "QInt32Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage")),
-    }
-)
-"""The element type of each storage class, by torch's name; `None` for quantised ones, which hold no plain numbers."""
 
 _NAMES = (
     *STORAGE_DTYPES,

@@ -20,7 +20,6 @@ from bigload.checkpoint.byte_source import ReadRange
 from bigload.checkpoint.formats.registry import FormatError, LegacyFileError
 from bigload.checkpoint.formats.restricted_unpickler import (
     MAX_PICKLE_BYTES,
-    STORAGE_DTYPES,
     Global,
     Opaque,
     StorageRef,
@@ -28,6 +27,7 @@ from bigload.checkpoint.formats.restricted_unpickler import (
     unpickle,
 )
 from bigload.checkpoint.formats.state_dict import find_state_dict
+from bigload.checkpoint.formats.torch_storages import STORAGE_DTYPES
 from bigload.checkpoint.formats.zip_records import LOCAL_SIGNATURE, ZipArchive, ZipRecord, read_archive
 from bigload.checkpoint.model import CheckpointWarning, Shard, ShardHeader, Span, TensorInfo
 from bigload.dtypes import DTYPES, DType
