@@ -82,7 +82,7 @@ def test_any_window_of_a_computed_tensor_is_right(tmp_path_factory, shape, sizes
     expected = first.float()
     if kind == "assembled":
         made = pieces.concatenated([pieces.PiecedTensor.of("b", shape), pieces.PiecedTensor.of("a", shape)], 0)
-        operand = Conversion(tensors={"c": made}).of(_Checkpoint(stored, other))["c"]
+        operand = Conversion(tensors={"c": made}).made_of({"a": stored, "b": other})["c"]
         expected = torch.cat([values[count:].view(shape), first]).float()
     if kind == "computed":
         operand = ComputedTensor("c", DTYPES["F32"], shape, _Sum(stored, other, multiple))
@@ -109,11 +109,6 @@ def test_any_window_of_a_computed_tensor_is_right(tmp_path_factory, shape, sizes
             windows.fill(memoryview(memory), [Portion(output, begin * width, end * width, 3)])
             found = torch.frombuffer(memory[3:], dtype=whole.dtype)
             assert torch.equal(found, whole.flatten()[begin:end])
-
-
-class _Checkpoint:
-    def __init__(self, *tensors):
-        self.tensors = {tensor.name: tensor for tensor in tensors}
 
 
 @dataclass(frozen=True)
