@@ -88,7 +88,7 @@ def test_what_a_layout_cannot_do_is_refused_by_its_name(letters, tmp_path):
             bigload.reshard(source, tmp_path / "out", layout="letters", **options)
     with pytest.raises(OptionError, match="it is for the layout ranks and vllm and letters, not for shards"):
         bigload.reshard(source, tmp_path / "out", layout="shards", tp=2)
-    with pytest.raises(OptionError, match="one of devices, offload, shards, ranks, gguf, vllm, letters"):
+    with pytest.raises(OptionError, match="one of devices, offload, shards, ranks, gguf, dcp, vllm, letters"):
         bigload.reshard(source, tmp_path / "out", layout="words")
 
 
