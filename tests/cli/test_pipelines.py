@@ -36,6 +36,15 @@ def test_offload_says_what_is_on_the_card_at_a_time(run, pipeline, offload, work
     assert (card["weights_bytes"], card["workspace_bytes"], ram["weights_bytes"]) == (0, workspace, 720)
 
 
+@pytest.mark.parametrize(
+    ("offload", "said"), [("model", "the largest streamed module"), ("group", "two streamed modules")]
+)
+def test_the_workspace_is_said_to_hold_what_it_holds(run, pipeline, offload, said):
+    done = run(f"bigload plan sd {LIMITS} --offload {offload}")
+    assert f"Workspace holds {said}" in done.stdout
+    assert "--prefetch" not in done.stdout
+
+
 def test_a_card_too_small_for_a_component_is_refused_with_what_would_do(run, pipeline):
     limits = "-m cuda:0=511,cpu=1GiB --overhead 0"
     done = run(f"bigload plan sd {limits} --offload model")

@@ -78,7 +78,9 @@ def modules(checkpoint: Checkpoint, rows: Sequence[OutlineRow], *, blocks: bool)
 def components(checkpoint: Checkpoint) -> PlainTable:
     """Return a row for every component of a pipeline, in the order of its index."""
     table = PlainTable(
-        ("COMPONENT", "CLASS", "TENSORS", "PARAMS", "SIZE", "DTYPE"), right=("TENSORS", "PARAMS", "SIZE")
+        ("COMPONENT", "CLASS", "TENSORS", "PARAMS", "SIZE", "DTYPE"),
+        right=("TENSORS", "PARAMS", "SIZE"),
+        droppable="PARAMS",
     )
     for component in checkpoint.components:
         found, class_name = component.checkpoint, f"{component.library}.{component.class_name}"
