@@ -16,20 +16,21 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any
 
 from bigload.checkpoint.formats.safetensors import encode_header
 from bigload.checkpoint.model import Checkpoint
 from bigload.conversion.conversion import Conversion, as_stored
-from bigload.conversion.strided_pieces import PiecedTensor, concatenated, sliced
+from bigload.conversion.strided_pieces import PiecedTensor, concatenated, sliced, unsqueezed
 from bigload.dtypes import DTYPES
 from bigload.errors import PartitionError
 from bigload.layouts.layout import LayoutRequest, OutputLayout, aligned, split
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.planning.plan import Plan
-from bigload.planning.tensor_parallel.division import Division, chunks
+from bigload.planning.tensor_parallel.division import Division
 from bigload.planning.tensor_parallel.partition import partition
 
 VERSION = "0.32"
@@ -38,18 +39,43 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """Where the models of one `model_type` differ from Llama.
+
+    `tied` is the name that a tied embedding has. Matrices of a family that `is_fused` are fused in the checkpoint.
+    `experts` is the module of routed experts, `expert_parts` their tensors and the modules of an expert in each,
+    `router` a tensor that vLLM keeps under that module.
+    """
+
+    is_always_tied: bool = False
+    tied: str = _HEAD
+    is_fused: bool = False
+    experts: str | None = None
+    expert_parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    router: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Names:
-    """Names of one version of vLLM: `scales` of an attention, `fused` modules by the first module in each."""
+    """Names of one version of vLLM: `scales` of an attention, modules in each of the `fused` ones."""
 
     scales: Sequence[str]
     fused: Mapping[str, Sequence[str]]
     vocabulary_multiple: int
-    model_types: Sequence[str]
+    families: Mapping[str, Mapping[str, Any]]
 
 
 def _names(version: str) -> _Names:
     text = resources.files(__package__).joinpath("vllm_names.json").read_text()
     return _Names(**{key: value for key, value in json.loads(text)[version].items() if not key.endswith("_source")})
+
+
+def _family(checkpoint: Checkpoint, names: _Names) -> _Family:
+    return _Family(**names.families[str((checkpoint.config or {})["model_type"])])
+
+
+def _is_tied(checkpoint: Checkpoint, names: _Names) -> bool:
+    return _family(checkpoint, names).is_always_tied or (checkpoint.config or {}).get("tie_word_embeddings") is True
 
 
 def lay_out(request: LayoutRequest) -> Output:
@@ -62,9 +88,8 @@ def lay_out(request: LayoutRequest) -> Output:
     assert options.tp is not None, "required_options"
     names = _names(VERSION)
     _check_known(checkpoint, names)
-    _check_vocabulary(checkpoint, names, options.tp)
     vocabulary = {
-        name: Division(0, chunks(checkpoint.tensors[name].shape[0], options.tp))
+        name: _vocabulary(checkpoint, name, names, options.tp)
         for name in (_EMBEDDING, _HEAD)
         if name in checkpoint.tensors
     }
@@ -87,10 +112,10 @@ def lay_out(request: LayoutRequest) -> Output:
 def _check_known(checkpoint: Checkpoint, names: _Names) -> None:
     config = checkpoint.config or {}
     found = config.get("model_type")
-    if found not in names.model_types:
+    if not isinstance(found, str) or found not in names.families:
         raise PartitionError(
             f"the names of vLLM {VERSION} are not known for models of type {found!r:.100}",
-            hint=f"types with names: {', '.join(names.model_types)}; --layout ranks keeps the stored names",
+            hint=f"types with names: {', '.join(names.families)}; --layout ranks keeps the stored names",
         )
     if config.get("quantization_config"):
         raise PartitionError(
@@ -108,39 +133,76 @@ def _check_known(checkpoint: Checkpoint, names: _Names) -> None:
 
 def _problems(checkpoint: Checkpoint, names: _Names) -> Iterator[str]:
     """Yield a sentence for each tensor that is missing, or that vLLM's modules have no place for."""
-    required = [_EMBEDDING] if (checkpoint.config or {}).get("tie_word_embeddings") is True else [_EMBEDDING, _HEAD]
-    yield from (f"{name} is missing" for name in required if name not in checkpoint.tensors)
-    single = ("self_attn.o_proj", "mlp.down_proj")
-    known = {*single, *(module for modules in names.fused.values() for module in modules)}
+    config, family = checkpoint.config or {}, _family(checkpoint, names)
+    is_tied = _is_tied(checkpoint, names)
+    if family.is_always_tied and config.get("tie_word_embeddings") is False:
+        yield "config.json says that embeddings are not tied"
+    yield from (f"{name} is missing" for name in [_EMBEDDING, _HEAD][: 2 - is_tied] if name not in checkpoint.tensors)
+    fused = {} if family.is_fused else names.fused
+    whole = names.fused if family.is_fused else ()
+    known = {"self_attn.o_proj", "mlp.down_proj", *whole, *(each for modules in fused.values() for each in modules)}
+    routed = set()
     for name in checkpoint.tensors:
         layer = _LAYER.match(name)
         module, _, leaf = name[layer.end() if layer else 0 :].rpartition(".")
-        if layer is None or "_proj" not in module:
+        if layer is None:
             continue
-        if module not in known or leaf not in ("weight", "bias"):
+        if family.experts and f"{module}.".startswith(f"{family.experts}."):
+            routed.add(layer[0])
+        elif "_proj" in module and (module not in known or leaf not in ("weight", "bias")):
             yield f"{name} has no place"
-        for modules in names.fused.values():
+        for modules in fused.values():
             needed = [f"{layer[0]}{each}.{leaf}" for each in modules] if module in modules else []
             yield from (f"{each} is missing beside {name}" for each in needed if each not in checkpoint.tensors)
+    if family.experts:
+        yield from _expert_problems(checkpoint, family, routed)
 
 
-def _check_vocabulary(checkpoint: Checkpoint, names: _Names, tp: int) -> None:
-    for name in (_EMBEDDING, _HEAD):
-        tensor = checkpoint.tensors.get(name)
-        if tensor is not None and (tensor.shape[0] % names.vocabulary_multiple or tensor.shape[0] % tp):
-            raise PartitionError(
-                f"{name} has {tensor.shape[0]} rows, which vLLM pads to a multiple of {names.vocabulary_multiple}: "
-                "padding is not written",
-                hint="serve the original folder: vLLM pads it while it loads",
-            )
+def _expert_problems(checkpoint: Checkpoint, family: _Family, layers: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for each tensor of routed experts that is missing, or is not one of a single expert."""
+    count = _num_experts(checkpoint)
+    if not 0 < count <= len(checkpoint.tensors):
+        yield "config.json has no valid num_experts or num_local_experts"
+        return
+    needed = {name for layer in layers for kind in family.expert_parts for name in _experts(family, layer, kind, count)}
+    found = {name for name in checkpoint.tensors for layer in layers if name.startswith(f"{layer}{family.experts}.")}
+    yield from (f"{name} is missing" for name in sorted(needed - found))
+    yield from (f"{name} has no place" for name in sorted(found - needed))
 
 
-def _tensors(
+def _num_experts(checkpoint: Checkpoint) -> int:
+    """Return the number that the config gives (transformers writes either key), or 0."""
+    config = checkpoint.config or {}
+    found = config.get("num_local_experts", config.get("num_experts"))
+    return found if type(found) is int else 0
+
+
+def _experts(family: _Family, layer: str, kind: str, count: int) -> list[str]:
+    """Return the stored tensors of `kind`, expert by expert."""
+    parts = family.expert_parts[kind]
+    return [f"{layer}{family.experts}.{expert}.{part}.weight" for expert in range(count) for part in parts]
+
+
+def _vocabulary(checkpoint: Checkpoint, name: str, names: _Names, tp: int) -> Division:
+    """Return the rows of each rank. vLLM pads before it divides; its loader takes tensors without the padding."""
+    rows = checkpoint.tensors[name].shape[0]
+    multiple = names.vocabulary_multiple
+    padded = -(-rows // multiple) * multiple
+    step = padded // tp
+    if padded % tp or step * (tp - 1) >= rows:
+        raise PartitionError(
+            f"{name} has {rows} rows, {padded} with vLLM's padding, which do not divide among {tp} ranks",
+            hint="choose another number of ranks",
+        )
+    return Division(0, tuple(((rank * step, min((rank + 1) * step, rows)),) for rank in range(tp)))
+
+
+def _tensors(  # noqa: C901 - one branch for each way that vLLM names a tensor
     checkpoint: Checkpoint, divisions: Mapping[str, Division], order: Sequence[str], names: _Names, rank: int
 ) -> dict[str, PiecedTensor]:
     """Return what each tensor of `rank` is made of, by vLLM's name."""
+    family, is_tied = _family(checkpoint, names), _is_tied(checkpoint, names)
     fused = {module: (made, modules) for made, modules in names.fused.items() for module in modules}
-    is_tied = (checkpoint.config or {}).get("tie_word_embeddings") is True
 
     def part(name: str) -> PiecedTensor:
         whole, division = as_stored(checkpoint.tensors[name]), divisions[name]
@@ -149,15 +211,28 @@ def _tensors(
         dim = division.dim
         return concatenated([sliced(whole, dim, start, stop) for start, stop in division.ranges[rank]], dim)
 
+    kinds = {f"{family.experts}.routed_experts.{kind}": kind for kind in family.expert_parts}
+
+    def routed(layer: str) -> dict[str, PiecedTensor]:
+        count = _num_experts(checkpoint)
+        parts = {made: [part(name) for name in _experts(family, layer, kind, count)] for made, kind in kinds.items()}
+        return {f"{layer}{made}": _stacked(each, len(each) // count) for made, each in parts.items()}
+
     made: dict[str, PiecedTensor] = {}
     for name in order:
         if name.endswith("rotary_emb.inv_freq") or (is_tied and name == _HEAD):
             continue  # vLLM computes the first, and ties the second to the embedding
         if is_tied and name == _EMBEDDING:
-            made[_HEAD] = part(name)  # the loader keeps the first of both names in the alphabet
+            made[family.tied] = part(name)  # the loader keeps the first of both names in the alphabet
             continue
         layer = _LAYER.match(name)
         module, _, leaf = name[layer.end() if layer else 0 :].rpartition(".")
+        if layer and f"{module}.".startswith(f"{family.experts}."):
+            made |= routed(layer[0]) if f"{layer[0]}{next(iter(kinds))}" not in made else {}
+            continue
+        if layer and name == f"{layer[0]}{family.router}":
+            made[f"{layer[0]}{family.experts}.gate.weight"] = part(name)  # the first of both names, too
+            continue
         if layer is None or module not in fused:
             made[name] = part(name)
             continue
@@ -165,6 +240,12 @@ def _tensors(
         if module == modules[0]:
             made[f"{layer[0]}{target}.{leaf}"] = concatenated([part(f"{layer[0]}{m}.{leaf}") for m in modules], 0)
     return made
+
+
+def _stacked(matrices: Sequence[PiecedTensor], each: int) -> PiecedTensor:
+    """Return experts along a new first dimension, with `each` matrices below one another in an expert."""
+    rows = [concatenated(matrices[first : first + each], 0) for first in range(0, len(matrices), each)]
+    return concatenated([unsqueezed(expert, 0) for expert in rows], 0)
 
 
 def _scales(checkpoint: Checkpoint, names: _Names) -> bytes:

@@ -99,13 +99,107 @@ def test_each_rank_has_the_tensors_of_vllm(tmp_path, tp, size, is_tied):
     assert not list((tmp_path / "out").glob("*.index.json"))
 
 
+def laid_out(folder, tp, **written_as):
+    tensors = written(folder / "model", **written_as)
+    bigload.reshard(folder / "model", folder / "out", layout="vllm", tp=tp)
+    return tensors, [parts_of(folder / "out", rank) for rank in range(tp)]
+
+
+def test_padding_of_the_vocabulary_is_left_out_after_the_division(tmp_path):
+    tensors, ranks = laid_out(tmp_path, 2, rows=100)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(ranks[0][name], tensors[name][:64])
+        assert torch.equal(ranks[1][name], tensors[name][64:])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tied"), [("gemma2", "model.embed_tokens.weight"), ("gemma3_text", "lm_head.weight")]
+)
+def test_gemma_is_tied_without_a_word_in_its_config(tmp_path, model_type, tied):
+    tensors, ranks = laid_out(tmp_path, 2, model_type=model_type, leave_out=["lm_head.weight"])
+    for rank, found in enumerate(ranks):
+        assert {"model.embed_tokens.weight", "lm_head.weight"} & found.keys() == {tied}
+        assert torch.equal(found[tied], tensors["model.embed_tokens.weight"].chunk(2)[rank])
+
+
+def test_fused_matrices_of_phi3_are_cut_before_they_are_divided(tmp_path):
+    apart = [f"model.layers.{i}.{name}" for i in range(LAYERS) for name in LAYER if ".bias" in name]
+    kinds = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+    apart += [f"model.layers.{i}.{kind}_proj.weight" for i in range(LAYERS) for kind in kinds]
+    sizes = [HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH]
+    fused = {}
+    for i in range(LAYERS):
+        fused[f"model.layers.{i}.self_attn.qkv_proj.weight"] = (sum(sizes), HIDDEN)
+        fused[f"model.layers.{i}.mlp.gate_up_proj.weight"] = (2 * FFN, HIDDEN)
+    tensors, ranks = laid_out(tmp_path, 2, model_type="phi3", leave_out=apart, extra=fused)
+    for name, shape in fused.items():
+        cuts = tensors[name].split(sizes if "qkv" in name else shape[0] // 2)
+        for rank, found in enumerate(ranks):
+            assert torch.equal(found[name], torch.cat([cut.chunk(2)[rank] for cut in cuts]))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "module", "names", "router"),
+    [
+        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2"), "block_sparse_moe.gate.weight"),
+        ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj"), "mlp.experts.gate.weight"),
+    ],
+)
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts"])
+def test_experts_are_stacked_as_vllm_has_them(tmp_path, *, model_type, module, names, router, count):
+    experts, layers = 12, [f"model.layers.{i}." for i in range(LAYERS)]
+    dense = [f"{layer}{name}" for layer in layers for name in LAYER if "mlp" in name or ".bias" in name]
+    shapes = dict(zip(names, [(FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN)], strict=True))
+    extra = {
+        f"{layer}{module}.experts.{expert}.{name}.weight": shape
+        for layer in layers
+        for expert in range(experts)
+        for name, shape in shapes.items()
+    }
+    extra |= {f"{layer}{module}.gate.weight": (experts, HIDDEN) for layer in layers}
+    config = {"model_type": model_type, count: experts}
+    tensors, ranks = laid_out(tmp_path, 2, leave_out=dense, extra=extra, **config)
+    for rank, found in enumerate(ranks):
+        assert not [name for name in found if ".experts.0." in name]
+        for layer in layers:
+            every = f"{layer}{module}.experts"
+            gate, up, down = (
+                torch.stack([tensors[f"{every}.{expert}.{name}.weight"] for expert in range(experts)]) for name in names
+            )
+            w13 = torch.cat([gate.chunk(2, 1)[rank], up.chunk(2, 1)[rank]], 1)
+            assert torch.equal(found[f"{every}.routed_experts.w13_weight"], w13)
+            assert torch.equal(found[f"{every}.routed_experts.w2_weight"], down.chunk(2, 2)[rank])
+            assert torch.equal(found[f"{layer}{router}"], tensors[f"{layer}{module}.gate.weight"])
+
+
+def test_an_incomplete_expert_is_refused(tmp_path):
+    with pytest.raises(PartitionError, match="not those that vLLM") as error:
+        laid_out(
+            tmp_path,
+            2,
+            model_type="mixtral",
+            num_local_experts=1,
+            extra={f"model.layers.0.block_sparse_moe.experts.0.{w}.weight": (FFN, HIDDEN) for w in ("w1", "w3")},
+        )
+    assert "experts.0.w2.weight is missing" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         ({"model_type": "opt"}, "not known for models of type 'opt'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
-        ({"rows": 100}, "pads to a multiple of 64"),
-        ({"tp": 3}, "does not divide|pads"),
+        ({"rows": 20}, "64 with vLLM's padding"),
+        ({"model_type": "gemma3_text", "tie_word_embeddings": False}, "not those that vLLM"),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 2,
+                "extra": {"model.layers.0.mlp.experts.gate_up_proj": (2, 8, 4)},
+            },
+            "not those that vLLM",
+        ),
+        ({"tp": 3}, "do not divide among 3 ranks"),
         ({"leave_out": ["model.layers.1.self_attn.k_proj.weight"]}, "not those that vLLM"),
         ({"leave_out": ["lm_head.weight"]}, "not those that vLLM"),
         ({"extra": {"model.layers.0.self_attn.qkv_proj.weight": (4, 4)}}, "not those that vLLM"),
