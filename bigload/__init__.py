@@ -47,6 +47,7 @@ _MODULES = {
         "RankError ReadError StalePlanError StateDictMismatchError UnknownTensorError UnsupportedDTypeError "
         "UnsupportedFormatError UnsupportedMethodError WorkerError WorkerTimeoutError WriteError"
     ),
+    "bigload.layouts.differences": "DiffReport TensorDifference diff",
     "bigload.layouts.fetching.fetch": "FetchReport fetch",
     "bigload.layouts.kinds.rank_slices": "RanksFolder read_ranks",
     "bigload.layouts.offload_reader": "OffloadFolder",

@@ -77,6 +77,9 @@ from bigload.errors import UnsupportedMethodError as UnsupportedMethodError
 from bigload.errors import WorkerError as WorkerError
 from bigload.errors import WorkerTimeoutError as WorkerTimeoutError
 from bigload.errors import WriteError as WriteError
+from bigload.layouts.differences import DiffReport as DiffReport
+from bigload.layouts.differences import TensorDifference as TensorDifference
+from bigload.layouts.differences import diff as diff
 from bigload.layouts.fetching.fetch import FetchReport as FetchReport
 from bigload.layouts.fetching.fetch import fetch as fetch
 from bigload.layouts.kinds.rank_slices import RanksFolder as RanksFolder

@@ -18,6 +18,7 @@ from itertools import takewhile
 import typer
 
 from bigload.errors import (
+    AdapterError,
     BigloadError,
     CheckpointNotFoundError,
     DamagedOutputError,
@@ -50,6 +51,7 @@ _CODES: tuple[tuple[type[BigloadError], int], ...] = (
     (ManifestNotFoundError, BAD_USAGE),
     (OutputExistsError, BAD_USAGE),
     (PartitionError, BAD_USAGE),
+    (AdapterError, BAD_USAGE),
     (DoesNotFitError, ANSWER_IS_NO),
     (StalePlanError, STALE_PLAN),
     (InvalidPlanError, STALE_PLAN),

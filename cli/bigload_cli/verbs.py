@@ -17,7 +17,7 @@ from bigload_cli.transforms_given import OrderedCommand
 EXIT_CODES = """\b
 Exit codes:
   0    done
-  1    it failed (I/O, corrupt shard, verification)
+  1    it failed (I/O, corrupt shard, verification); diff: they differ
   2    bad usage
   3    the answer is no (does not fit, --fail-if)
   4    stale or foreign plan
@@ -31,6 +31,7 @@ VERBS = {
     "reshard": "Rewrite a checkpoint: per device, per rank, in other shards.",
     "run": "Answer a prompt with a model, in memory or larger than that.",
     "verify": "Compare a resharded or fetched folder with what was written.",
+    "diff": "Compare the tensors of two checkpoints.",
     "measure": "Measure this machine once: disk, RAM, CPU, GPUs.",
     "bench-load": "Time ways of loading: threads, methods, other loaders.",
 }

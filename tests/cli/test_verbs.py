@@ -608,3 +608,27 @@ def test_plan_prints_only_what_another_program_takes(run, here):
     assert done.stdout.startswith("-ngl 3 -ot '^(blk")
     assert done.stdout.count("\n") == 1
     assert (here / "plan.json").exists()
+
+
+def test_diff_ends_with_1_where_something_differs(run, here):
+    make_checkpoint(here / "m", blocks=30)
+    assert run("bigload reshard m other --layout shards --rename 's/layers.0/layers.99/'").code == 0
+    assert run("bigload reshard m same --max-shard-size 1KB").code == 0
+    equal = run("bigload diff m same")
+    assert (equal.code, equal.stdout.count("\n")) == (0, 1)
+    assert "no difference; read " in equal.stdout
+    other = run("bigload diff m other")
+    assert other.code == 1
+    assert "only in m: " in other.stdout
+    assert "only in other: " in other.stdout
+    assert (run("bigload diff m same -q").stdout, run("bigload diff m other -q").code) == ("", 1)
+    document = json.loads(run("bigload diff m other --json").stdout)
+    assert document["schema"] == "bigload.diff/1.0"
+    assert document["equal"] is False
+    assert len(document["only_first"]) == len(document["only_second"]) > 0
+    assert run("bigload diff m nothing").code == 2
+    assert run("bigload reshard m wide --dtype fp32").code == 0
+    folded = run("bigload diff m wide")
+    assert folded.code == 1
+    assert "model.layers.*.input_layernorm.weight (30)" in folded.stdout
+    assert "BF16 -> F32" in folded.stdout

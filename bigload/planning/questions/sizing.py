@@ -91,8 +91,12 @@ def fits(structure: ModelStructure, options: PlanOptions, counts: Sequence[int] 
     Overhead, activations, and the caches and logits of `options.workload` are counted. One byte less does not do.
 
     Raises:
-        OptionError: a number of GPUs below 1 or above `MAX_GPUS`.
+        OptionError: a number of GPUs below 1 or above `MAX_GPUS`; or a policy that keeps no weights on them.
     """
+    if options.policy == Policy.STREAMED:
+        raise OptionError.of(
+            "policy", str(options.policy), "one that keeps weights on GPUs, to say where all of them fit"
+        )
     for count in counts:
         if not 1 <= count <= MAX_GPUS:
             raise OptionError(f"{count} GPUs: the number has to be 1 to {MAX_GPUS}")

@@ -55,7 +55,7 @@ def test_a_plan_that_streams_nothing_is_optimal():
 
 @pytest.mark.parametrize("limits", [{"cuda:0": 6, "cpu": 9}, {"cuda:0": 6}, {"cpu": 5}])
 def test_a_plan_at_its_bound_is_optimal_whichever_policy_made_it(limits):
-    for policy in Policy:
+    for policy in set(Policy) - {Policy.STREAMED}:  # which streams everything, because it is asked to
         assert certified([2, 2, 2, 2], limits, policy).verdict is Verdict.OPTIMAL
 
 

@@ -76,7 +76,7 @@ def test_a_longer_context_never_costs_less_and_never_needs_less(budget, one, oth
     assert costs[1] is None or (costs[0] is not None and costs[0] <= costs[1])
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", [each for each in Policy if each is not Policy.STREAMED])  # which needs RAM
 def test_every_policy_has_an_answer_of_its_own(policy):
     options = options_of(overhead=0, policy=policy)
     budget = MemoryBudget.of({"cuda:0": 4 * TOTAL}, use_disk=False)

@@ -53,13 +53,24 @@ def llama(**wishes):
     return read_structure(checkpoint_of(llama_tensors(), config=LLAMA), options), options
 
 
-@given(checkpoint=models(), counts=st.lists(st.integers(1, 9), min_size=1, max_size=4), policy=st.sampled_from(Policy))
+RESIDENT = sorted(set(Policy) - {Policy.STREAMED})
+
+
+@given(
+    checkpoint=models(), counts=st.lists(st.integers(1, 9), min_size=1, max_size=4), policy=st.sampled_from(RESIDENT)
+)
 def test_what_fits_says_is_enough_and_one_byte_less_is_not(checkpoint, counts, policy):
     options = options_of(overhead=7, policy=policy)
     structure = structure_of(checkpoint, options)
     for least in fits(structure, options, counts).least:
         assert isinstance(place(structure, equal(least.num_gpus, least.gpu_bytes), options), Solution)
         assert isinstance(place(structure, equal(least.num_gpus, least.gpu_bytes - 1), options), Misfit)
+
+
+def test_what_keeps_no_weights_on_gpus_is_not_asked_where_they_fit():
+    structure, options = llama(policy=Policy.STREAMED)
+    with pytest.raises(OptionError, match="keeps weights on GPUs"):
+        fits(structure, options, [1])
 
 
 @given(checkpoint=models(), count=st.integers(1, 4))

@@ -349,7 +349,9 @@ def test_balanced_evens_out_and_low_0_empties_the_first():
     assert set(infer(repeated(), {0: 200, 1: 200}, policy="balanced_low_0").values()) == {1}
 
 
-@pytest.mark.parametrize("policy", sorted(bigload.Policy))
+@pytest.mark.parametrize(
+    "policy", sorted(set(bigload.Policy) - {bigload.Policy.STREAMED})
+)  # which uses none for weights
 def test_every_policy_answers_with_numbers_for_accelerators(policy):
     device_map = infer(repeated(), {0: 70, 3: 75, "cpu": 10}, policy=policy)
     assert set(device_map.values()) <= {0, 3, "cpu", "disk"}

@@ -1,0 +1,260 @@
+"""Differences between two checkpoints: names, shapes and dtypes by their headers, then values, window by window.
+
+Files, formats and layouts play no part: tensors are compared by name. Equal bytes need no torch; how far values are
+apart is computed with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from threading import Lock
+
+from bigload.checkpoint.formats.registry import check_data_is_read
+from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.source import open_checkpoint
+from bigload.dtypes import DTYPES, DType
+from bigload.extras import require
+from bigload.layouts.output import OutputTensor
+from bigload.layouts.writing.source_files import SourceFiles
+from bigload.layouts.writing.window_reader import Portion, WindowReader
+from bigload.loading.progress import OnProgress, Tally, ignore_progress
+from bigload.machine.huge_pages import Buffer, address_of, allocate
+from bigload.machine.inflight_pool import BlockPool
+from bigload.machine.thread_pool import default_threads, run_jobs
+from bigload.planning.load_dtype import CASTABLE
+from bigload.units import MIB
+
+WINDOW_BYTES = 4 * MIB
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """A tensor that both have, and that is not the same in both.
+
+    Attributes:
+        dtypes, shapes: In the first checkpoint and in the second.
+        num_changed: Elements whose bytes differ, after a cast where dtypes do; `None` where they were not compared:
+            shapes differ, dtypes have no cast, or torch is not installed.
+        num_elements: All of them.
+        largest: Largest difference of two finite values; `None` where values are no numbers, or were not compared.
+        mean: Mean difference over all elements.
+    """
+
+    name: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    num_elements: int
+    num_changed: int | None = None
+    largest: float | None = None
+    mean: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffReport:
+    """What is different in two checkpoints.
+
+    Attributes:
+        only_first, only_second: Names of tensors that only one has, in the order of its files.
+        changed: Tensors of both that differ, in the order of the first one's files.
+        num_equal: Tensors of which every byte is the same.
+        read_bytes: Bytes of tensors that were compared, of both.
+        seconds: Time that it took, headers included.
+    """
+
+    first: str
+    second: str
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    changed: tuple[TensorDifference, ...]
+    num_equal: int
+    read_bytes: int
+    seconds: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both have the same tensors with the same bytes, dtypes and shapes."""
+        return not (self.only_first or self.only_second or self.changed)
+
+
+def diff(
+    first: Checkpoint | str | Path,
+    second: Checkpoint | str | Path,
+    *,
+    threads: int | None = None,
+    on_progress: OnProgress = ignore_progress,
+) -> DiffReport:
+    """Compare the tensors of two checkpoints by name.
+
+    Where dtypes differ, both are cast to float32, or to float64 if one is that.
+
+    Args:
+        first: A checkpoint, or what `open_checkpoint` takes.
+        second: The other one.
+        threads: Threads that read and compare; when left out, one per core, four at most.
+        on_progress: Called after every window.
+
+    Raises:
+        CheckpointError, ReadError: one cannot be opened or read.
+        MissingPackageError: torch is not installed, and dtypes differ or tensors are stored as views.
+    """
+    began = time.monotonic()
+    both = tuple(each if isinstance(each, Checkpoint) else open_checkpoint(each) for each in (first, second))
+    for each in both:
+        check_data_is_read(each)
+    comparison = _Comparison(*both)
+    num_threads = threads or default_threads()
+    with ExitStack() as opened:
+        pool = BlockPool(2 * num_threads, block_bytes=WINDOW_BYTES)
+        opened.callback(pool.close)
+        readers = [WindowReader(opened.enter_context(SourceFiles(each, pool=pool))) for each in both]
+        run_jobs(
+            _Comparer(readers, Tally(comparison.total_bytes, on_progress)).compare,
+            chain.from_iterable(pair.windows() for pair in comparison.pairs),
+            threads=num_threads,
+        )
+    results = comparison.results()
+    return DiffReport(
+        first=both[0].path,
+        second=both[1].path,
+        only_first=tuple(name for name in both[0].tensors if name not in both[1].tensors),
+        only_second=tuple(name for name in both[1].tensors if name not in both[0].tensors),
+        changed=tuple(found for found in results if found is not None),
+        num_equal=sum(found is None for found in results),
+        read_bytes=comparison.total_bytes,
+        seconds=time.monotonic() - began,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Bytes `start` to `stop` of both tensors of a pair."""
+
+    pair: _Pair
+    start: int
+    stop: int
+
+
+class _Pair:
+    """A tensor of both, of one shape, and what was found of it so far."""
+
+    def __init__(self, first: TensorInfo, second: TensorInfo, dtype: DType) -> None:
+        self.first, self.second, self.dtype = first, second, dtype
+        self.outputs = tuple(OutputTensor(source=each, dtype=dtype) for each in (first, second))
+        self.is_changed = first.dtype != second.dtype
+        self.num_changed = 0
+        self.largest = -math.inf
+        self.total = 0.0
+
+    def windows(self) -> Iterator[_Window]:
+        """Yield the windows to compare."""
+        for start in range(0, self.outputs[0].num_bytes, WINDOW_BYTES):
+            yield _Window(self, start, min(start + WINDOW_BYTES, self.outputs[0].num_bytes))
+
+    def result(self) -> TensorDifference | None:
+        """Return what differs, `None` for nothing."""
+        if not self.is_changed:
+            return None
+        has_values, has_torch = self.dtype.name in CASTABLE, _has_torch()
+        is_compared = has_torch or not self.num_changed
+        return _difference(
+            self.first,
+            self.second,
+            num_changed=self.num_changed if is_compared else None,
+            largest=max(self.largest, 0.0) if has_values and has_torch else None,
+            mean=self.total / max(self.first.num_elements, 1) if has_values and has_torch else None,
+        )
+
+
+class _Comparison:
+    """The tensors of two checkpoints: pairs to compare, and those that differ by their headers."""
+
+    def __init__(self, first: Checkpoint, second: Checkpoint) -> None:
+        self._found: list[_Pair | TensorDifference] = []
+        for name, tensor in first.tensors.items():
+            other = second.tensors.get(name)
+            if other is None:
+                continue
+            dtype = _common_dtype(tensor, other)
+            is_alike = tensor.shape == other.shape and dtype is not None
+            self._found.append(_Pair(tensor, other, dtype) if is_alike and dtype else _difference(tensor, other))
+        self.pairs = [each for each in self._found if isinstance(each, _Pair)]
+        if any(tensor.is_cast or tensor.is_view for pair in self.pairs for tensor in pair.outputs):
+            require("torch", asked_by="comparing tensors of different dtypes, or stored as views", extra="torch")
+        self.total_bytes = sum(each.num_bytes for pair in self.pairs for each in (pair.first, pair.second))
+
+    def results(self) -> list[TensorDifference | None]:
+        """Return what differs of each tensor that both have; `None` for nothing."""
+        return [each.result() if isinstance(each, _Pair) else each for each in self._found]
+
+
+class _Comparer:
+    """Compares windows; several threads call it at once."""
+
+    def __init__(self, readers: Sequence[WindowReader], tally: Tally) -> None:
+        self._readers = readers
+        self._tally = tally
+        self._lock = Lock()
+        self._idle: list[tuple[Buffer, Buffer]] = []
+
+    def compare(self, window: _Window) -> None:
+        """Read a window of both and add up what differs."""
+        buffers = self._idle.pop() if self._idle else (allocate(WINDOW_BYTES), allocate(WINDOW_BYTES))
+        pair, num_bytes = window.pair, window.stop - window.start
+        for reader, buffer, tensor in zip(self._readers, buffers, pair.outputs, strict=True):
+            reader.fill(memoryview(buffer)[:num_bytes], [Portion(tensor, window.start, window.stop, 0)])
+        if _libc.memcmp(*map(address_of, buffers), num_bytes):
+            found = (1, -math.inf, 0.0)
+            if _has_torch():
+                from bigload.loading.values_apart import values_apart
+
+                found = values_apart(*buffers, num_bytes, pair.dtype)
+            with self._lock:
+                pair.is_changed = True
+                pair.num_changed += found[0]
+                pair.largest = max(pair.largest, found[1])
+                pair.total += found[2]
+        self._idle.append(buffers)
+        stored = pair.first.num_bytes + pair.second.num_bytes
+        self._tally.add(stored * num_bytes // pair.outputs[0].num_bytes, phase="read", file=pair.first.span.file)
+
+
+def _common_dtype(first: TensorInfo, second: TensorInfo) -> DType | None:
+    """Return in which dtype two tensors are compared; `None` where they cannot be."""
+    if first.dtype == second.dtype:
+        return first.dtype
+    if not {first.dtype.name, second.dtype.name} <= set(CASTABLE):
+        return None
+    return DTYPES["F64" if "F64" in (first.dtype.name, second.dtype.name) else "F32"]
+
+
+def _difference(
+    first: TensorInfo,
+    second: TensorInfo,
+    *,
+    num_changed: int | None = None,
+    largest: float | None = None,
+    mean: float | None = None,
+) -> TensorDifference:
+    return TensorDifference(
+        name=first.name,
+        dtypes=(first.dtype.name, second.dtype.name),
+        shapes=(first.shape, second.shape),
+        num_elements=first.num_elements,
+        num_changed=num_changed,
+        largest=largest,
+        mean=mean,
+    )
+
+
+def _has_torch() -> bool:
+    return find_spec("torch") is not None

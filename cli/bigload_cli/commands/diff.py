@@ -1,0 +1,55 @@
+"""`bigload diff`: what is different in two checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption
+
+EPILOG = """\b
+Examples:
+  bigload diff ./llama-8b ./llama-8b.tuned
+  bigload diff org/model@main org/model@v1 --json | jq -r '.changed[].name'
+  bigload diff ./model ./model.bf16 -q && echo equal
+
+\b
+Exit code 0: the same tensors, dtypes and bytes; 1: something differs.
+Files, their formats and sizes, and what lies beside them, are not compared.
+"""
+
+
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="What bigload inspect takes.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    io_threads: Annotated[
+        int | None,
+        typer.Option("--io-threads", metavar="N", min=1, max=256, help="Threads that read and compare. Default: 4."),
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    color: ColorOption = ColorMode.AUTO,
+) -> None:
+    """Compare the tensors of two checkpoints.
+
+    By name, whatever files they are in: shapes and dtypes, then values. Where dtypes differ, values are compared in
+    float32.
+    """
+    from bigload.layouts.differences import diff as compare
+    from bigload_cli import output
+    from bigload_cli.progress import shown_progress
+    from bigload_cli.views import diff as view
+
+    with shown_progress(quiet=quiet or as_json) as on_progress:
+        report = compare(first, second, threads=io_threads, on_progress=on_progress)
+    if as_json:
+        output.print_json(view.document(report))
+    elif not quiet:
+        output.print_text("\n".join(view.headlines(report)))
+        table = view.changed(report)
+        if table is not None:
+            output.print_text("")
+            output.print_table(table, color=color)
+    if not report.is_equal:
+        raise typer.Exit(1)

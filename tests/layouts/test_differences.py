@@ -1,0 +1,104 @@
+"""Differences of two checkpoints are found by name, whatever files they lie in, and counted element by element."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bigload
+from bigload.layouts import differences
+
+torch = pytest.importorskip("torch")
+safe = pytest.importorskip("safetensors.torch")
+
+
+def _saved(folder, tensors, *, shards=1):
+    folder.mkdir(exist_ok=True)
+    names = list(tensors)
+    files = {name: f"model-{1 + number % shards:05}-of-{shards:05}.safetensors" for number, name in enumerate(names)}
+    for file in set(files.values()):
+        safe.save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+def _tensors():
+    generator = torch.Generator().manual_seed(0)
+    return {f"layers.{n}.weight": torch.randn(7, 5, generator=generator).bfloat16() for n in range(4)}
+
+
+def test_the_same_tensors_in_other_files_are_equal(tmp_path):
+    first, second = _saved(tmp_path / "a", _tensors()), _saved(tmp_path / "b", _tensors(), shards=3)
+    report = bigload.diff(first, second)
+    assert report.is_equal
+    assert (report.num_equal, report.read_bytes) == (4, 2 * 4 * 35 * 2)
+    torch.save(_tensors(), tmp_path / "c.bin")
+    assert bigload.diff(first, tmp_path / "c.bin").is_equal
+
+
+@pytest.mark.parametrize("window", [16, 4096])
+@given(data=st.data())
+def test_every_changed_element_counts(tmp_path_factory, window, data):
+    dtype = data.draw(
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8])
+    )
+    count = data.draw(st.integers(1, 60))
+    before = torch.arange(count).to(dtype)
+    changes = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(1, 9), max_size=5))
+    after = before.clone()
+    for place, by in changes.items():
+        after[place] += by
+    folder = tmp_path_factory.mktemp("d")
+    first, second = _saved(folder / "a", {"x": before}), _saved(folder / "b", {"x": after})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(differences, "WINDOW_BYTES", window)
+        report = bigload.diff(first, second)
+    changed = before != after
+    assert report.is_equal == (not bool(changed.any()))
+    if report.is_equal:
+        return
+    (found,) = report.changed
+    assert (found.num_changed, found.num_elements) == (int(changed.sum()), count)
+    if dtype.is_floating_point:
+        apart = (before.double() - after.double()).abs()
+        assert found.largest == pytest.approx(float(apart.max()))
+        assert found.mean == pytest.approx(float(apart.mean()))
+    else:
+        assert (found.largest, found.mean) == (None, None)
+
+
+def test_names_shapes_and_dtypes_differ_by_the_headers(tmp_path):
+    first = {
+        "same": torch.ones(3),
+        "gone": torch.ones(2),
+        "shape": torch.ones(2, 3),
+        "kind": torch.ones(4),
+        "int": torch.ones(4),
+    }
+    second = {"same": torch.ones(3), "new": torch.ones(2), "shape": torch.ones(3, 2), "kind": torch.ones(4).bfloat16()}
+    second |= {"int": torch.ones(4, dtype=torch.int32)}
+    report = bigload.diff(_saved(tmp_path / "a", first), _saved(tmp_path / "b", second))
+    assert (report.only_first, report.only_second, report.num_equal) == (("gone",), ("new",), 1)
+    found = {each.name: each for each in report.changed}
+    assert found.keys() == {"shape", "kind", "int"}
+    assert found["shape"].shapes == ((2, 3), (3, 2))
+    assert found["shape"].num_changed is None
+    assert (found["kind"].dtypes, found["kind"].num_changed, found["kind"].largest) == (("F32", "BF16"), 0, 0.0)
+    assert (found["int"].dtypes, found["int"].num_changed) == (("F32", "I32"), None)
+
+
+def test_values_that_are_no_numbers_do_not_hide_others(tmp_path):
+    before = torch.tensor([math.nan, math.inf, 1.0, 2.0])
+    after = torch.tensor([math.nan, -math.inf, 1.5, 2.0])
+    (found,) = bigload.diff(_saved(tmp_path / "a", {"x": before}), _saved(tmp_path / "b", {"x": after})).changed
+    assert (found.num_changed, found.largest, found.mean) == (2, 0.5, 0.125)
+
+
+def test_without_torch_it_is_said_that_something_differs(tmp_path, monkeypatch):
+    monkeypatch.setattr(differences, "_has_torch", lambda: False)
+    first, second = _saved(tmp_path / "a", {"x": torch.ones(3)}), _saved(tmp_path / "b", {"x": torch.zeros(3)})
+    assert bigload.diff(first, first).is_equal
+    (found,) = bigload.diff(first, second).changed
+    assert (found.num_changed, found.largest, found.mean) == (None, None, None)
