@@ -35,9 +35,12 @@ def changed(report: DiffReport) -> PlainTable | None:
     """Return a row for each tensor that differs, or for each kind of them where there are many; `None` for none."""
     if not report.changed:
         return None
-    table = PlainTable(("TENSOR", "CHANGED", "LARGEST", "MEAN", "WHAT"), right=("CHANGED", "LARGEST", "MEAN"))
+    # Names last: they are the longest, and cut nothing else in two on a narrow terminal.
+    table = PlainTable(("CHANGED", "LARGEST", "MEAN", "TENSOR"), right=("CHANGED", "LARGEST", "MEAN"))
     for name, members in _folded(report.changed):
-        table.add(printable(name), _share(members), _largest(members), _mean(members), _what(members))
+        what = _what(members)
+        shown = f"{printable(name)}: {what}" if what else printable(name)
+        table.add(_share(members), _largest(members), _mean(members), shown)
     return table
 
 
