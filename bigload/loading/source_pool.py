@@ -23,7 +23,8 @@ class SourcePool:
     def __init__(self, open_source: Callable[[str], ByteSource], limit: int) -> None:
         self._open_source = open_source
         self._limit = limit
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._opening: set[str] = set()
         self._open: dict[str, ByteSource] = {}  # the least recently lent first
         self._maps: dict[str, MappedFile] = {}  # without a descriptor; tensors are views of these very maps
         self._users: Counter[str] = Counter()
@@ -35,16 +36,39 @@ class SourcePool:
         Raises:
             ReadError: it cannot be opened.
         """
-        with self._lock:
-            source = self._open.pop(file, None) or self._maps.get(file) or self._opened(file)
-            if file not in self._maps:
-                self._open[file] = source
-            self._users[file] += 1
+        source = self._lent(file)
         try:
             yield source
         finally:
-            with self._lock:
+            with self._changed:
                 self._users[file] -= 1
+
+    def _lent(self, file: str) -> ByteSource:
+        """Return the source of a file with one more user. Others need not wait while it is opened: that may be slow."""
+        with self._changed:
+            while file in self._opening:
+                self._changed.wait()
+            found = self._open.pop(file, None) or self._maps.get(file)
+            if found is not None:
+                self._users[file] += 1
+                if file not in self._maps:
+                    self._open[file] = found
+                return found
+            self._opening.add(file)
+            self._make_room()
+        try:
+            opened = self._open_source(file)
+        except BaseException:
+            with self._changed:
+                self._opening.remove(file)
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._opening.remove(file)
+            self._users[file] += 1
+            self._open[file] = opened
+            self._changed.notify_all()
+        return opened
 
     def close(self) -> None:
         """Close all."""
@@ -52,17 +76,18 @@ class SourcePool:
             for source in (*self._open.values(), *self._maps.values()):
                 stack.callback(source.close)
 
-    def _opened(self, file: str) -> ByteSource:
-        if len(self._open) >= self._limit:
-            idle = next((each for each in self._open if not self._users[each]), None)
-            if idle is not None:
-                source = self._open.pop(idle)
-                if isinstance(source, MappedFile):
-                    source.close_descriptor()
-                    self._maps[idle] = source
-                else:
-                    source.close()
-        return self._open_source(file)
+    def _make_room(self) -> None:
+        if len(self._open) + len(self._opening) <= self._limit:
+            return
+        idle = next((each for each in self._open if not self._users[each]), None)
+        if idle is None:
+            return
+        source = self._open.pop(idle)
+        if isinstance(source, MappedFile):
+            source.close_descriptor()
+            self._maps[idle] = source
+        else:
+            source.close()
 
 
 @contextmanager

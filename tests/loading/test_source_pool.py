@@ -1,7 +1,9 @@
 """How many files of a load are open at a time: few, each opened once where reads come file by file."""
 
 import resource
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import bigload
 from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.source import open_checkpoint
+from bigload.errors import ReadError
 from bigload.loading.engine import read
 from bigload.loading.readers.mapped import MappedFile
 from bigload.loading.schedule import RequestedTensor, schedule_reads
@@ -110,3 +113,36 @@ def test_what_is_lent_stays_open(many_files):
             assert min(first.descriptor, second.descriptor) >= 0
         with sources.lend(files[2]):
             assert first.descriptor < 0
+
+
+def test_an_open_that_takes_long_holds_nobody_up_who_needs_another_file(tmp_path):
+    """Threads that need the slow file share what the first one opens; one that fails leaves it to the next."""
+    begun, may_end, opened = threading.Event(), threading.Event(), Counter()
+    (tmp_path / "slow").touch()
+    (tmp_path / "fast").touch()
+
+    def open_source(file):
+        opened[file] += 1
+        if file == "slow":
+            begun.set()
+            assert may_end.wait(60)
+            if opened[file] == 1:
+                raise ReadError(tmp_path / file, "this time")
+        return PositionalReader(tmp_path / file)
+
+    def lend(name):
+        try:
+            with pool.lend(name) as source:
+                return source
+        except ReadError:
+            return None
+
+    with opened_sources([], open_source) as pool, ThreadPoolExecutor(3) as threads:
+        slow = [threads.submit(lend, "slow") for _ in range(3)]
+        assert begun.wait(60)
+        assert lend("fast") is not None
+        may_end.set()
+        found = [each.result() for each in slow]
+        assert found.count(None) == 1
+        assert len({id(source) for source in found if source is not None}) == 1
+    assert opened == {"slow": 2, "fast": 1}
