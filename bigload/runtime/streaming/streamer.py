@@ -64,6 +64,7 @@ class Streamer:
         self._cached_experts: ExpertCache[StreamedBlock] = ExpertCache()
         self._kept: tuple[StreamedBlock, ...] = ()
         self._here = threading.local()
+        self._under_way: dict[int, list[StreamedBlock]] = {}  # what each forward of the model holds
         self._has_succeeded = False
         self._hot: frozenset[StreamedBlock] = frozenset()  # experts that a recorded run used most, as many as may stay
         _living.add(self)
@@ -121,13 +122,18 @@ class Streamer:
         any more when the block before has computed. All in a row cost a tenth.
 
         Not before one forward has ended well: a module that asks for the weight of another one, which is absent in the
-        first forward, is then refused in each.
+        first forward, is then refused in each. And not a block that another forward uses without holding it: that one
+        would go past the hook as well, and lose the weights when this one ends.
         """
         held: list[StreamedBlock] = []
         self._here.__dict__.setdefault("forwards", []).append(held)
         with self._lock:
+            others = list(self._under_way.values())
+            self._under_way[id(held)] = held
             kept = self._kept if self._has_succeeded and self._limits is not _NOTHING else ()
             for block in kept:
+                if any(block not in other for other in others):
+                    continue
                 if block.residency is not Residency.RESIDENT or not (block.num_users or block.is_current()):
                     continue
                 block.num_users += 1
@@ -145,6 +151,7 @@ class Streamer:
         held = self._here.__dict__["forwards"].pop()
         try:
             with self._lock:
+                self._under_way.pop(id(held), None)
                 for block in held:
                     try:
                         block.depart()
@@ -221,6 +228,7 @@ class Streamer:
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._prefetch_thread = PrefetchThread(self, Streamer._fetch_ahead)
+        self._under_way = {id(held): held for held in self._here.__dict__.get("forwards", ())}
         self.log.begin_in_fork()
         for block in self._blocks:
             if block.residency in (Residency.REQUESTED, Residency.LOADING):

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -487,6 +488,41 @@ def test_a_thread_that_waited_for_long_ends_and_the_next_forward_has_another(pla
         for thread in set(fetchers()) - others:
             thread.join(10)
             assert not thread.is_alive()
+
+
+def test_a_forward_goes_past_no_hook_for_one_that_began_before(plain, folder):
+    """A thread in the middle of the first forward has to keep what another one brings, uses and leaves meanwhile."""
+    model = streamed(folder, **WAYS[0])
+    names = ("first is in layer 0", "second is at the head", "first is in layer 1", "second has ended")
+    steps = {name: threading.Event() for name in names}
+    first, answers = [], {}
+
+    def pause(event, until=None):
+        def hook(*_):
+            is_first = threading.get_ident() in first
+            if is_first == event.startswith("first") and (is_first or answers) and not steps[event].is_set():
+                steps[event].set()
+                assert until is None or steps[until].wait(60)
+
+        return hook
+
+    model.layers[0].up.register_forward_pre_hook(pause("first is in layer 0", "second is at the head"))
+    model.layers[1].down.register_forward_pre_hook(pause("first is in layer 1", "second has ended"))
+    model.head.register_forward_pre_hook(pause("second is at the head", "first is in layer 1"))
+
+    def run_first():
+        first.append(threading.get_ident())
+        answers["first"] = model(IDS)
+
+    thread = threading.Thread(target=run_first)
+    thread.start()
+    assert steps["first is in layer 0"].wait(60)
+    answers["second"] = model(IDS)
+    answers["third"] = model(IDS)
+    steps["second has ended"].set()
+    thread.join(60)
+    assert answers.keys() == {"first", "second", "third"}
+    assert all(torch.equal(answer, plain(IDS)) for answer in answers.values())
 
 
 def test_threads_that_share_a_model_get_the_same_and_leave_it_as_it_was(plain, model):
