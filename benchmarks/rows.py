@@ -195,6 +195,8 @@ def measured_rounds(
 ) -> Measurement:
     """Run `contenders` in rotating order and return what was measured after a first round, which is dropped.
 
+    Of one that runs several times in a round, the median of these.
+
     Other programs that take more than three times as long as the fastest of them in that round are not repeated.
     """
     rounds = partial(run_rounds, files=files, cache=cache, renewed_bytes=renewed_bytes, on_run=show_status)
@@ -206,7 +208,7 @@ def measured_rounds(
     failures = {**first.failures, **outcome.failures}
     failed = {name: f"{type(error).__name__}: {error}" for name, error in failures.items()}
     return Measurement(
-        seconds={name: found.seconds for name, found in outcome.measured.items()},
+        seconds={name: per_round(found.seconds, setting.rounds) for name, found in outcome.measured.items()},
         memory={
             name: ((found.peak_private_bytes + found.peak_file_bytes) / MIB,)
             for name, found in outcome.measured.items()

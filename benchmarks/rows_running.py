@@ -24,7 +24,7 @@ from bigload.generation.planned_model import PlannedModel
 from bigload.planning.planner import plan as make_plan
 from bigload.runtime.hooks.attach_hooks import attach_align_device_hook_on_blocks
 from bigload.units import MIB
-from rows import CannotMeasureError, Measurement, Row, RowGoal, Setting, files_of, measured_rounds, per_round
+from rows import CannotMeasureError, Measurement, Row, RowGoal, Setting, files_of, measured_rounds
 from run_contenders import BIGLOAD, PLAIN
 from straight_read import straight_read
 
@@ -137,13 +137,12 @@ def hooks(setting: Setting) -> Measurement:
             for name, model in models.items()
         ]
         found = measured_rounds(setting, contenders, problems=problems)
-    forwards = {name: per_round(seconds, setting.rounds) for name, seconds in found.seconds.items()}
     added = {
-        f"{name}, added": tuple(own - bare for own, bare in zip(seconds, forwards[PLAIN], strict=True))
-        for name, seconds in forwards.items()
+        f"{name}, added": tuple(own - bare for own, bare in zip(seconds, found.seconds[PLAIN], strict=True))
+        for name, seconds in found.seconds.items()
         if name != PLAIN
     }
-    return Measurement(seconds={**forwards, **added}, problems=found.problems)
+    return Measurement(seconds={**found.seconds, **added}, problems=found.problems)
 
 
 def ranks(setting: Setting, *, state: str) -> Measurement:

@@ -152,13 +152,15 @@ def run_rounds(
 
 
 def rotated(items: Sequence[Item], by: int) -> list[Item]:
-    """Return `items` beginning with the one at position `by`, those before it at the end.
+    """Return `items` beginning with the one at position `by`, the others in turn, backwards every second time.
 
-    >>> rotated("abc", 4)
-    ['b', 'c', 'a']
+    So none always runs after the same other one, and in the memory which that one gave back.
+
+    >>> rotated("abc", 4), rotated("abc", 5)
+    (['b', 'c', 'a'], ['c', 'b', 'a'])
     """
-    by %= len(items)
-    return [*items[by:], *items[:by]]
+    step = -1 if by % 2 else 1
+    return [items[(by + step * place) % len(items)] for place in range(len(items))]
 
 
 def _time(run: Callable[[], object], notes: _Notes, files: Sequence[Path], clock: Clock) -> None:

@@ -65,6 +65,8 @@ class RequestedTensor:
         """The shape that torch gives it in memory; see `TensorInfo`."""
         if isinstance(self.tensor, AssembledTensor):
             return self.tensor.shape
+        if self.part is None and not self.is_cast:
+            return self.tensor.torch_shape
         return replace(self.tensor, dtype=self.dtype, shape=self.shape).torch_shape
 
     @property
@@ -270,7 +272,7 @@ class _BufferLayout:
     def add(self, want: RequestedTensor, *, in_map: bool) -> bool:
         """Give `want` a slot; return whether its bytes have to be read: not if another one has the same."""
         stored = want.tensor.pieces if isinstance(want.tensor, AssembledTensor) else want.tensor.span
-        file, same = _position(want)[0], (stored, want.tensor.dtype, want.part, want.dtype, want.device)
+        file, same = _position(want)[0], (stored, want.tensor.dtype.name, want.part, want.dtype.name, want.device)
         twin = self._shared.get(same)
         if twin is not None and want.num_bytes:
             self.slots[want.name] = BufferSlot(want, twin.buffer, twin.start)

@@ -31,8 +31,10 @@ def as_loaded(tensors: Mapping[str, TensorInfo], dtype: DType | None) -> Mapping
 
 def loaded_dtype(name: str, stored: DType, dtype: DType | None) -> DType:
     """Return the dtype in memory of a tensor if plain floating-point tensors become `dtype`."""
+    if dtype is None or stored.name not in CASTABLE:
+        return stored
     is_scale = any(word in name.rpartition(".")[2].lower() for word in _SCALES)
-    return stored if dtype is None or stored.name not in CASTABLE or is_scale else dtype
+    return stored if is_scale else dtype
 
 
 def as_dtype(tensor: TensorInfo, dtype: DType) -> TensorInfo:

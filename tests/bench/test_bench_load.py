@@ -108,7 +108,7 @@ def test_loads_and_raw_reads_take_turns(tiny):
     assert words == [
         *(f"{name}: checking" for name in names[:2]),
         *(f"{name}: run 1 of 2" for name in names),
-        *(f"{name}: run 2 of 2" for name in (*names[1:], names[0])),
+        *(f"{name}: run 2 of 2" for name in (names[1], names[0], *reversed(names[2:]))),
     ]
 
 
