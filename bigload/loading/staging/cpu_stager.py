@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, starmap
+from itertools import chain
 
 import torch
 
@@ -15,14 +15,17 @@ from bigload.loading.strided_views import ViewPart
 from bigload.loading.tensors import MOVED_AS, Memory, spread_dtypes, torch_dtype
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import Buffer, allocate
+from bigload.machine.openmp import without_team
 from bigload.units import KIB
 
 Blocks = dict[str, tuple[memoryview, torch.Tensor]]
 """Memory that one job is staged in, by use; each block twice, for those who read and for torch."""
 
-_STEP_ELEMENTS = 32 * KIB - 64
-"""What torch is given at a time: from 32768 elements on it calls its own threads to help. Those wait for each other at
-every step, spinning, which costs many times the work itself where other threads want the cores, as ours do."""
+_STEP_ELEMENTS = 256 * KIB
+"""What torch is given at a time: few enough to stay in a core's cache, many enough to hide the cost of a call."""
+
+_SERIAL_ELEMENTS = 32 * KIB - 64
+"""Likewise where torch cannot be kept from calling its own threads to help, which it does from 32768 elements on."""
 
 
 class HostStager:
@@ -162,16 +165,25 @@ def cast_into(values: torch.Tensor, target: torch.Tensor, blocks: Blocks, *, cou
 
 
 def _steps(values: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Return both in parts that belong together, of at most `_STEP_ELEMENTS`, and compact where the shape allows it."""
-    if values.numel() <= _STEP_ELEMENTS:
+    """Yield both in parts that belong together, for torch to copy in this thread, one after the other."""
+    if values.numel() <= _SERIAL_ELEMENTS:
+        yield values, target
+        return
+    with without_team() as is_alone:
+        yield from _parts(values, target, _STEP_ELEMENTS if is_alone else _SERIAL_ELEMENTS)
+
+
+def _parts(values: torch.Tensor, target: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Return both in parts of at most `most` elements, and compact where the shape allows it."""
+    if values.numel() <= most:
         return iter([(values, target)])
     if values.is_contiguous() and target.is_contiguous():
-        flat = (torch.split(each.view(-1), _STEP_ELEMENTS) for each in (values, target))
+        flat = (torch.split(each.view(-1), most) for each in (values, target))
         return zip(*flat, strict=True)
     dim = max(range(values.dim()), key=lambda dim: values.shape[dim])
     size = -(-values.shape[dim] // 2)
     halves = zip(torch.split(values, size, dim), torch.split(target, size, dim), strict=True)
-    return chain.from_iterable(starmap(_steps, halves))
+    return chain.from_iterable(_parts(*half, most) for half in halves)
 
 
 def _edge(stored: torch.dtype, wanted: torch.dtype) -> float | None:

@@ -15,6 +15,7 @@ from bigload.dtypes import DType
 from bigload.loading.slices import Slice, source_rows
 from bigload.loading.staging.cpu_stager import Blocks, block_of, bytes_in, cast_into
 from bigload.loading.tensors import torch_dtype
+from bigload.machine.openmp import without_team
 
 STEP_ELEMENTS = 256 * 1024
 """What is computed at a time: few enough to stay in a core's cache, many enough to hide the cost of a call."""
@@ -53,7 +54,7 @@ class RowComputer:
         cuts = [(part.start, part.stop) for part in parts if part.dim == len(tensor.shape) - 1]
         columns = sum(stop - start for start, stop in cuts) if cuts else width
         beyond = 0
-        with self._turns, self._lent() as blocks:
+        with self._turns, self._lent() as blocks, without_team():
             for row, low, high in source_rows(tensor.shape, parts, first // columns, -(-last // columns)):
                 for begin, end in _steps(low, high, STEP_ELEMENTS // width, tensor.operation.row_multiple):
                     values = self._rows(tensor, begin, end, blocks, "operand")
