@@ -38,9 +38,14 @@ def test_torch_computes_in_the_calling_thread_alone(three_threads):
 
 
 def test_afterwards_and_in_other_threads_it_is_as_before(three_threads):
-    with pytest.raises(KeyError), without_team():
+    with without_team():
         assert in_a_thread(torch.get_num_threads) == 3
-        raise KeyError
+    assert torch.get_num_threads() == 3
+
+
+def test_after_an_error_it_is_as_before(three_threads):
+    with pytest.raises(KeyError), without_team():
+        {}["none"]
     assert torch.get_num_threads() == 3
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from bigload.machine import page_cache
-from bigload.machine.page_cache import cached_bytes, cached_fraction, evict
+from bigload.machine.page_cache import cached_bytes, cached_fraction, cached_pages, evict
 from builders import open_descriptors
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -94,6 +94,21 @@ def test_parts_of_a_file_are_counted_to_the_byte(disk_file):
     assert cached_bytes(disk_file, [(10 * PAGE, 13 * PAGE)]) == 3 * PAGE
     assert cached_bytes(disk_file, [(10 * PAGE + 5, 10 * PAGE + 15)]) == 10
     assert cached_bytes(disk_file, [(9 * PAGE, 11 * PAGE - 1), (12 * PAGE + 1, 200 * PAGE)]) == 2 * PAGE - 2
+
+
+def test_pages_of_an_open_file_are_counted(disk_file):
+    evict([disk_file])
+    with disk_file.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        os.pread(file.fileno(), 3 * PAGE, 10 * PAGE)
+        found = [
+            cached_pages(file.fileno(), *(PAGE * end for end in ends)) for ends in ((0, 10), (9, 12), (0, 99), (11, 11))
+        ]
+        if found[0] is None:
+            pytest.skip("this kernel has no cachestat(2)")
+        assert found == [0, 2, 3, 0]
+        assert cached_pages(file.fileno(), 12 * PAGE - 1, 12 * PAGE + 1) == 2
+    assert cached_pages(-1, 0, PAGE) is None
 
 
 def test_ranges_that_hold_nothing_have_nothing_cached(disk_file):

@@ -16,13 +16,13 @@ from bigload.loading.tensors import MOVED_AS, Memory, spread_dtypes, torch_dtype
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import Buffer, allocate
 from bigload.machine.openmp import without_team
-from bigload.units import KIB
+from bigload.units import KIB, MIB
 
 Blocks = dict[str, tuple[memoryview, torch.Tensor]]
 """Memory that one job is staged in, by use; each block twice, for those who read and for torch."""
 
-_STEP_ELEMENTS = 256 * KIB
-"""What torch is given at a time: few enough to stay in a core's cache, many enough to hide the cost of a call."""
+_STEP_ELEMENTS = MIB
+"""What torch is given at a time: what is staged of 2-byte elements, so that threads rarely wait for the interpreter."""
 
 _SERIAL_ELEMENTS = 32 * KIB - 64
 """Likewise where torch cannot be kept from calling its own threads to help, which it does from 32768 elements on."""
@@ -160,7 +160,7 @@ def cast_into(values: torch.Tensor, target: torch.Tensor, blocks: Blocks, *, cou
             source = scratch[: stored.numel()].view(stored.shape).copy_(stored)
         part.copy_(source)
         if edge is not None:
-            beyond += _num_beyond(source, part, edge)
+            beyond += _num_beyond(source, edge)
     return beyond
 
 
@@ -197,18 +197,14 @@ def _edge(stored: torch.dtype, wanted: torch.dtype) -> float | None:
     return limit.max + math.ldexp(limit.eps, exponent - 1) / 2  # half a step on
 
 
-def _num_beyond(values: torch.Tensor, cast: torch.Tensor, edge: float) -> int:
-    """Return how many of `values` are finite and at `edge` or beyond it, on either side; `cast` is what they became."""
-    # Nearly always none, which a sum tells in one pass: it is finite only if all of them are. 8-bit floats have no sum,
-    # and some of them become the largest one instead of infinite.
-    if cast.itemsize > 1:
-        wide = torch.float32 if cast.itemsize == 2 else torch.float64
-        if math.isfinite(float(cast.sum(dtype=wide))):
-            return 0
-    else:
-        values = values.float() if values.itemsize == 1 else values  # 8-bit floats have no order in torch
-        if values.numel() == 0 or max(float(values.amax()), -float(values.amin())) < edge:
-            return 0
+def _num_beyond(values: torch.Tensor, edge: float) -> int:
+    """Return how many of `values` are finite and at `edge` or beyond it, on either side."""
+    values = values.float() if values.itemsize == 1 else values  # 8-bit floats have no order in torch
+    if values.numel() == 0:
+        return 0
+    lowest, highest = values.aminmax()
+    if -edge < float(lowest) and float(highest) < edge:  # as nearly always; not with a NaN
+        return 0
     return int((values.isfinite() & (values.abs() >= edge)).sum())
 
 

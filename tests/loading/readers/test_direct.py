@@ -306,6 +306,12 @@ def half(tmp_path):
     return path
 
 
+@pytest.fixture(params=[True, False])
+def with_or_without_cachestat(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(direct, "cached_pages", lambda descriptor, start, stop: None)
+
+
 def read_cache_first(path, start, num_bytes):
     """Return the bytes, and whether they were copied out of a block of a direct read."""
     recorder = Recorder(is_tracing=True)
@@ -319,6 +325,7 @@ def read_cache_first(path, start, num_bytes):
 @pytest.mark.parametrize(
     ("start", "stop", "is_direct"), [(0, 32, False), (40, 64, True), (20, 44, False), (21, 45, True), (0, 64, False)]
 )
+@pytest.mark.usefixtures("with_or_without_cachestat")
 def test_a_read_comes_from_where_most_of_it_is(half, start, stop, is_direct):
     got, was_direct = read_cache_first(half, start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)
     assert was_direct is is_direct
@@ -326,11 +333,12 @@ def test_a_read_comes_from_where_most_of_it_is(half, start, stop, is_direct):
     assert got == content[start * mmap.PAGESIZE : stop * mmap.PAGESIZE]
 
 
-def test_of_a_long_range_an_eighth_is_looked_up(tmp_path, monkeypatch):
+def test_of_a_long_range_an_eighth_is_looked_up_where_that_takes_long(tmp_path, monkeypatch):
     path, asked = tmp_path / "file", []
     path.write_bytes(bytes(3 << 20))
     if direct_alignment(path) is None:
         pytest.skip("the tests' file system has no direct reads")
+    monkeypatch.setattr(direct, "cached_pages", lambda descriptor, start, stop: None)
     monkeypatch.setattr(direct, "cached_bytes", lambda _path, ranges: asked.extend(ranges) or 0)
     read_cache_first(path, 100, (2 << 20) + 10)
     read_cache_first(path, 0, 1 << 19)
