@@ -11,11 +11,11 @@ import torch
 
 from bigload.checkpoint.byte_source import ByteSource
 from bigload.loading.schedule import STAGED_BLOCK_BYTES, Destination, DTypeCast, ReadJob, Spread
+from bigload.loading.staging.openmp import without_team
 from bigload.loading.strided_views import ViewPart
 from bigload.loading.tensors import MOVED_AS, Memory, spread_dtypes, torch_dtype
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import Buffer, allocate
-from bigload.machine.openmp import without_team
 from bigload.units import KIB, MIB
 
 Blocks = dict[str, tuple[memoryview, torch.Tensor]]

@@ -14,8 +14,8 @@ from bigload.conversion.computed_tensor import ComputedTensor, OperandRows, num_
 from bigload.dtypes import DType
 from bigload.loading.slices import Slice, source_rows
 from bigload.loading.staging.cpu_stager import Blocks, block_of, bytes_in, cast_into
+from bigload.loading.staging.openmp import without_team
 from bigload.loading.tensors import torch_dtype
-from bigload.machine.openmp import without_team
 
 STEP_ELEMENTS = 256 * 1024
 """What is computed at a time: few enough to stay in a core's cache, many enough to hide the cost of a call."""

@@ -1,4 +1,4 @@
-"""Promises of `bigload.machine.openmp`: this thread computes alone, the others and later ones as before."""
+"""Promises of `bigload.loading.staging.openmp`: this thread computes alone, the others and later ones as before."""
 
 import threading
 
@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bigload.machine import openmp  # noqa: E402
-from bigload.machine.openmp import without_team  # noqa: E402
+from bigload.loading.staging import openmp  # noqa: E402
+from bigload.loading.staging.openmp import without_team  # noqa: E402
 
 
 @pytest.fixture

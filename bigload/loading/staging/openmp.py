@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from bigload.machine.libc import libc
 
 
@@ -19,8 +21,6 @@ def without_team() -> Iterator[bool]:
     `torch.set_num_threads` would change it for the threads that are yet to come as well; `omp_set_num_threads` is for
     the thread that calls it (OpenMP API 5.2, 18.2.1: it sets nthreads-var of the current task).
     """
-    import torch
-
     before = torch.get_num_threads()  # also gives a new thread what torch.set_num_threads() said, which it does once
     set_num_threads = getattr(libc, "omp_set_num_threads", None)  # torch loads its library for all to see
     if before == 1 or set_num_threads is None:
