@@ -16,13 +16,13 @@ from bigload.loading.strided_views import ViewPart
 from bigload.loading.tensors import MOVED_AS, Memory, spread_dtypes, torch_dtype
 from bigload.machine.activities import Phase, Recorder
 from bigload.machine.huge_pages import Buffer, allocate
-from bigload.units import KIB, MIB
+from bigload.units import KIB
 
 Blocks = dict[str, tuple[memoryview, torch.Tensor]]
 """Memory that one job is staged in, by use; each block twice, for those who read and for torch."""
 
-_STEP_ELEMENTS = MIB
-"""What torch is given at a time: what is staged of 2-byte elements, so that threads rarely wait for the interpreter."""
+_STEP_ELEMENTS = 512 * KIB
+"""What torch is given at a time: many enough that threads rarely wait for the interpreter."""
 
 _SERIAL_ELEMENTS = 32 * KIB - 64
 """Likewise where torch cannot be kept from calling its own threads to help, which it does from 32768 elements on."""
