@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+VLLM_VERSION = "0.32"
+"""Version of vLLM whose names the layout `vllm` writes when none is given."""
+
 
 class OffloadFormat(StrEnum):
     """File format of an offload folder."""

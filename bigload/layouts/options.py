@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import OptionError
-from bigload.layouts.choices import OffloadFormat, Verify
+from bigload.layouts.choices import VLLM_VERSION, OffloadFormat, Verify
 from bigload.layouts.dtype_rules import DTypeRule
 from bigload.layouts.transforms.transform import Transform
 from bigload.loading.settings import MAX_THREADS
@@ -44,6 +44,7 @@ class ReshardOptions:
     dtypes: DTypeRule = field(default_factory=DTypeRule)
     tp: int | None = None
     tp_rules: Mapping[str, str] | str | Path | None = None
+    vllm_version: str = VLLM_VERSION
     names: NameScheme | None = None
     transforms: tuple[Transform, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)

@@ -35,6 +35,13 @@ LAYOUTS: dict[str, RegisteredLayout] = {
 }
 
 
+_REASONS = {
+    "sglang": "SGLang's sharded_state holds weights processed for a GPU, so only SGLang writes it; serve the plain "
+    "folder: python -m sglang.launch_server --model-path CHECKPOINT --tp N",
+}
+"""Why layouts that users ask for do not exist, and what to use instead."""
+
+
 def layout_named(name: str) -> OutputLayout:
     """Return the layout `name`.
 
@@ -42,6 +49,6 @@ def layout_named(name: str) -> OutputLayout:
         OptionError: there is none.
     """
     if name not in LAYOUTS:
-        raise OptionError.of("layout", str(name), f"one of {', '.join(LAYOUTS)}")
+        raise OptionError.of("layout", str(name), f"one of {', '.join(LAYOUTS)}", hint=_REASONS.get(name))
     layout = LAYOUTS[name].layout
     return cast("OutputLayout", import_module(layout).LAYOUT) if isinstance(layout, str) else layout

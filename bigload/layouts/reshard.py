@@ -17,7 +17,7 @@ from bigload.distributed.joining import current_process_group
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.dtypes import DType
 from bigload.errors import WriteError
-from bigload.layouts.choices import OffloadFormat, Verify
+from bigload.layouts.choices import VLLM_VERSION, OffloadFormat, Verify
 from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.execution import ReshardRun
 from bigload.layouts.options import (
@@ -83,6 +83,7 @@ def reshard(
     keep_fp32: Sequence[str] = (),
     tp: int | None = None,
     tp_rules: Mapping[str, str] | str | Path | None = None,
+    vllm_version: str = VLLM_VERSION,
     names: NameScheme | str | None = None,
     transforms: Sequence[Transform] = (),
     metadata: Mapping[str, str] | None = None,
@@ -109,6 +110,7 @@ def reshard(
         tp: Number of tensor-parallel ranks.
         tp_rules: Rules that divide tensors, by pattern of their module's name, or a file of rules. They take precedence
             over the rules of the architecture.
+        vllm_version: Version of vLLM whose names the layout `vllm` writes.
         names: `transformers` for the tensors that its models have in memory, renamed and fused, so that a load has
             nothing to convert; `checkpoint` for those of the original files. When left out: as they are stored.
         transforms: What happens to tensors on their way, in this order: `Rename`, `Drop` and others.
@@ -146,6 +148,7 @@ def reshard(
                 dtypes=dtype_rule(dtype, keep_fp32=keep_fp32),
                 tp=tp,
                 tp_rules=tp_rules,
+                vllm_version=vllm_version,
                 names=None if names is None else parse_choice("names", names, NameScheme),
                 transforms=tuple(transforms),
                 metadata=metadata or {},

@@ -90,6 +90,8 @@ def test_what_a_layout_cannot_do_is_refused_by_its_name(letters, tmp_path):
         bigload.reshard(source, tmp_path / "out", layout="shards", tp=2)
     with pytest.raises(OptionError, match="one of devices, offload, shards, ranks, gguf, dcp, vllm, letters"):
         bigload.reshard(source, tmp_path / "out", layout="words")
+    with pytest.raises(OptionError, match="only SGLang writes it; serve the plain folder"):
+        bigload.reshard(source, tmp_path / "out", layout="sglang")
 
 
 def test_the_command_line_shows_a_layout_from_outside(letters, tmp_path):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -26,95 +26,159 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.strided_pieces import PiecedTensor, concatenated, sliced, unsqueezed
 from bigload.dtypes import DTYPES
-from bigload.errors import PartitionError
+from bigload.errors import OptionError, PartitionError
 from bigload.layouts.layout import LayoutRequest, OutputLayout, aligned, split
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.planning.plan import Plan
 from bigload.planning.tensor_parallel.division import Division
 from bigload.planning.tensor_parallel.partition import partition
 
-VERSION = "0.32"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """Where the models of one `model_type` differ from Llama.
+    """Where the models of one `model_type` differ from others, in stored names below a layer.
 
-    `tied` is the name that a tied embedding has. Matrices of a family that `is_fused` are fused in the checkpoint.
+    `biases` are modules of vLLM with biases, and the key of the config that asks for them, or `True`. `tied` is the
+    name that a tied embedding has. Matrices of a family that `is_fused` are fused in the checkpoint.
     `experts` is the module of routed experts, `expert_parts` their tensors and the modules of an expert in each,
-    `router` a tensor that vLLM keeps under that module.
+    `router` their router, which vLLM saves as `router_in_vllm`.
     """
 
+    norms: Sequence[str]
+    biases: Mapping[str, str | bool] = field(default_factory=dict)
     is_always_tied: bool = False
     tied: str = _HEAD
     is_fused: bool = False
     experts: str | None = None
     expert_parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    router: str | None = None
+    router: str = ""
+    router_in_vllm: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Names:
-    """Names of one version of vLLM: `scales` of an attention, modules in each of the `fused` ones."""
+    """Names of one version of vLLM: `scales` of an attention, and stored modules in each of its linear `modules`."""
 
     scales: Sequence[str]
-    fused: Mapping[str, Sequence[str]]
+    modules: Mapping[str, Sequence[str]]
     vocabulary_multiple: int
     families: Mapping[str, Mapping[str, Any]]
 
+    def modules_of(self, family: _Family) -> Mapping[str, Sequence[str]]:
+        return {made: (made,) for made in self.modules} if family.is_fused else self.modules
+
 
 def _names(version: str) -> _Names:
-    text = resources.files(__package__).joinpath("vllm_names.json").read_text()
-    return _Names(**{key: value for key, value in json.loads(text)[version].items() if not key.endswith("_source")})
+    tables = json.loads(resources.files(__package__).joinpath("vllm_names.json").read_text())
+    if version not in tables:
+        hint = "files of one version may lack tensors that another one asks for"
+        raise OptionError.of("vllm_version", version, f"one of {', '.join(tables)}, whose names are known", hint=hint)
+    return _Names(**{key: value for key, value in tables[version].items() if not key.endswith("_source")})
 
 
-def _family(checkpoint: Checkpoint, names: _Names) -> _Family:
-    return _Family(**names.families[str((checkpoint.config or {})["model_type"])])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmModel:
+    """A checkpoint as the ranks of one version of vLLM hold it before `process_weights_after_loading`."""
 
+    checkpoint: Checkpoint
+    names: _Names
+    family: _Family
+    divisions: Mapping[str, Division]
 
-def _is_tied(checkpoint: Checkpoint, names: _Names) -> bool:
-    return _family(checkpoint, names).is_always_tied or (checkpoint.config or {}).get("tie_word_embeddings") is True
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, *, tp: int, version: str) -> VllmModel:
+        """Return `checkpoint` divided among `tp` ranks.
+
+        Raises:
+            OptionError: the names of such a version of vLLM are not known.
+            PartitionError: they are not known for such a model, or its tensors are others, or do not divide.
+        """
+        names = _names(version)
+        family = _known_family(checkpoint, names, version)
+        vocabulary = [name for name in (_EMBEDDING, _HEAD) if name in checkpoint.tensors]
+        rows = {name: _vocabulary(checkpoint, name, names, tp) for name in vocabulary}
+        divisions = {**partition(checkpoint, tp=tp).divisions, **rows}
+        return cls(checkpoint=checkpoint, names=names, family=family, divisions=divisions)
+
+    def tensors(self, rank: int, order: Iterable[str] | None = None) -> dict[str, PiecedTensor]:
+        """Return the stored tensors that `rank` holds, by vLLM's name, in the `order` of stored names."""
+        stored_in = self.names.modules_of(self.family)
+        made_of = {module: made for made, modules in stored_in.items() for module in modules}
+        made: dict[str, PiecedTensor] = {}
+        for name in self.checkpoint.tensors if order is None else order:
+            layer, module, leaf = _parts(name)
+            if _is_computed(name) or (name == _HEAD and _is_tied(self.checkpoint, self.family)):
+                continue  # vLLM ties the head to the embedding
+            if name == _EMBEDDING and _is_tied(self.checkpoint, self.family):
+                made[self.family.tied] = self._part(name, rank)  # its loader keeps the first of both names
+            elif layer and _is_expert(self.family, name):
+                for kind in self.family.expert_parts:
+                    target = f"{layer}{self.family.experts}.routed_experts.{kind}"
+                    made[target] = made.get(target) or self._routed(layer, kind, rank)
+            elif layer and name == f"{layer}{self.family.router}":
+                made[f"{layer}{self.family.router_in_vllm}"] = self._part(name, rank)
+            elif layer and module in made_of:
+                target = made_of[module]
+                if module == stored_in[target][0]:
+                    parts = [self._part(f"{layer}{each}.{leaf}", rank) for each in stored_in[target]]
+                    made[f"{layer}{target}.{leaf}"] = concatenated(parts, 0)
+            else:
+                made[name] = self._part(name, rank)
+        return made
+
+    def scales(self) -> list[str]:
+        """Return the names of the scales that each rank has beside them: 1.0, unless one was calibrated."""
+        layers = sorted({layer for name in self.checkpoint.tensors if (layer := _parts(name)[0])})
+        return [f"{layer}{scale}" for layer in layers for scale in self.names.scales]
+
+    def _part(self, name: str, rank: int) -> PiecedTensor:
+        whole, division = as_stored(self.checkpoint.tensors[name]), self.divisions[name]
+        if division.dim is None:
+            return whole
+        dim = division.dim
+        return concatenated([sliced(whole, dim, start, stop) for start, stop in division.ranges[rank]], dim)
+
+    def _routed(self, layer: str, kind: str, rank: int) -> PiecedTensor:
+        """Return experts along a new first dimension, with the matrices of an expert below one another."""
+        each = len(self.family.expert_parts[kind])
+        matrices = [self._part(name, rank) for name in _experts(self.checkpoint, self.family, layer, kind)]
+        rows = [concatenated(matrices[first : first + each], 0) for first in range(0, len(matrices), each)]
+        return concatenated([unsqueezed(expert, 0) for expert in rows], 0)
 
 
 def lay_out(request: LayoutRequest) -> Output:
     """Return the files of `tp` ranks in the form of vLLM's `sharded_state`.
 
     Raises:
-        PartitionError: vLLM's names are not known for such a model, or its tensors do not divide.
+        OptionError, PartitionError: see `VllmModel.of`.
     """
     checkpoint, options = request.checkpoint, request.options
     assert options.tp is not None, "required_options"
-    names = _names(VERSION)
-    _check_known(checkpoint, names)
-    vocabulary = {
-        name: _vocabulary(checkpoint, name, names, options.tp)
-        for name in (_EMBEDDING, _HEAD)
-        if name in checkpoint.tensors
-    }
-    divisions = {**partition(checkpoint, tp=options.tp).divisions, **vocabulary}
+    model = VllmModel.of(checkpoint, tp=options.tp, version=options.vllm_version)
     order = [tensor.name for tensor in request.in_execution_order()]
     files: list[OutputFile] = []
     documents: dict[str, bytes] = {}
     for rank in range(options.tp):
-        made = _tensors(checkpoint, divisions, order, names, rank)
+        made = model.tensors(rank, order)
         stored = Conversion(tensors=made).of(checkpoint)
         dtypes = {name: options.dtypes(checkpoint.tensors[tensor.sources[0]]) for name, tensor in made.items()}
         tensors = [OutputTensor(source=stored[name], dtype=dtypes[name]) for name in made]
         parts = split(tensors, options.max_shard_bytes)
         files += [OutputFile(file=_file(rank, part), tensors=aligned(group)) for part, group in enumerate(parts)]
-        documents[_file(rank, len(parts))] = _scales(checkpoint, names)
-    note = f"names and forms of vLLM {VERSION}, before process_weights_after_loading"
+        documents[_file(rank, len(parts))] = _file_of_ones(model.scales())
+    note = f"names and forms of vLLM {options.vllm_version}, before process_weights_after_loading"
     return Output(files=tuple(files), documents=documents, notes=(note,))
 
 
-def _check_known(checkpoint: Checkpoint, names: _Names) -> None:
+def _known_family(checkpoint: Checkpoint, names: _Names, version: str) -> _Family:
     config = checkpoint.config or {}
     found = config.get("model_type")
     if not isinstance(found, str) or found not in names.families:
         raise PartitionError(
-            f"the names of vLLM {VERSION} are not known for models of type {found!r:.100}",
+            f"the names of vLLM {version} are not known for models of type {found!r:.100}",
             hint=f"types with names: {', '.join(names.families)}; --layout ranks keeps the stored names",
         )
     if config.get("quantization_config"):
@@ -122,64 +186,87 @@ def _check_known(checkpoint: Checkpoint, names: _Names) -> None:
             f"{checkpoint.name} is quantised, and vLLM's form of quantised weights is not known here",
             hint="serve the original folder: vLLM divides it while it loads",
         )
-    problems = list(_problems(checkpoint, names))
+    family = _Family(**names.families[found])
+    problems = list(_problems(checkpoint, family, names))
     if problems:
+        is_stacked = any(re.search(r"\.experts\.(gate_up_proj|down_proj)$", name) for name in checkpoint.tensors)
+        stacked = "write its experts one by one first: bigload reshard CHECKPOINT OUT --names checkpoint"
         raise PartitionError(
-            f"the tensors of {checkpoint.name} are not those that vLLM {VERSION} expects of {found}",
+            f"the tensors of {checkpoint.name} are not those that vLLM {version} expects of {found}",
             details=problems,
-            hint="bigload inspect shows the names; download files again that are incomplete",
+            hint=stacked if is_stacked else "bigload inspect shows the names; download files again that are incomplete",
         )
+    return family
 
 
-def _problems(checkpoint: Checkpoint, names: _Names) -> Iterator[str]:
+def _problems(checkpoint: Checkpoint, family: _Family, names: _Names) -> Iterator[str]:
     """Yield a sentence for each tensor that is missing, or that vLLM's modules have no place for."""
-    config, family = checkpoint.config or {}, _family(checkpoint, names)
-    is_tied = _is_tied(checkpoint, names)
+    config = checkpoint.config or {}
     if family.is_always_tied and config.get("tie_word_embeddings") is False:
         yield "config.json says that embeddings are not tied"
-    yield from (f"{name} is missing" for name in [_EMBEDDING, _HEAD][: 2 - is_tied] if name not in checkpoint.tensors)
-    fused = {} if family.is_fused else names.fused
-    whole = names.fused if family.is_fused else ()
-    known = {"self_attn.o_proj", "mlp.down_proj", *whole, *(each for modules in fused.values() for each in modules)}
-    routed = set()
-    for name in checkpoint.tensors:
-        layer = _LAYER.match(name)
-        module, _, leaf = name[layer.end() if layer else 0 :].rpartition(".")
-        if layer is None:
-            continue
-        if family.experts and f"{module}.".startswith(f"{family.experts}."):
-            routed.add(layer[0])
-        elif "_proj" in module and (module not in known or leaf not in ("weight", "bias")):
-            yield f"{name} has no place"
-        for modules in fused.values():
-            needed = [f"{layer[0]}{each}.{leaf}" for each in modules] if module in modules else []
-            yield from (f"{each} is missing beside {name}" for each in needed if each not in checkpoint.tensors)
+    counts = {"num_hidden_layers": config.get("num_hidden_layers")}
     if family.experts:
-        yield from _expert_problems(checkpoint, family, routed)
-
-
-def _expert_problems(checkpoint: Checkpoint, family: _Family, layers: Collection[str]) -> Iterator[str]:
-    """Yield a sentence for each tensor of routed experts that is missing, or is not one of a single expert."""
-    count = _num_experts(checkpoint)
-    if not 0 < count <= len(checkpoint.tensors):
-        yield "config.json has no valid num_experts or num_local_experts"
+        counts["num_experts or num_local_experts"] = _num_experts(checkpoint)
+    invalid = [key for key, count in counts.items() if type(count) is not int or count > len(checkpoint.tensors)]
+    if invalid:
+        yield f"config.json has no valid {invalid[0]}"
         return
-    needed = {name for layer in layers for kind in family.expert_parts for name in _experts(family, layer, kind, count)}
-    found = {name for name in checkpoint.tensors for layer in layers if name.startswith(f"{layer}{family.experts}.")}
-    yield from (f"{name} is missing" for name in sorted(needed - found))
-    yield from (f"{name} has no place" for name in sorted(found - needed))
+    needed = set(_needed(checkpoint, family, names))
+    ignored = {name for name in checkpoint.tensors if _is_computed(name)} | ({_HEAD} - needed)
+    yield from (f"{name} is missing" for name in sorted(needed - checkpoint.tensors.keys()))
+    yield from (f"{name} has no place" for name in sorted(checkpoint.tensors.keys() - needed - ignored))
 
 
-def _num_experts(checkpoint: Checkpoint) -> int:
-    """Return the number that the config gives (transformers writes either key), or 0."""
+def _needed(checkpoint: Checkpoint, family: _Family, names: _Names) -> Iterator[str]:
+    """Yield the stored names of all that vLLM's model has. Layers with routed experts are those that store some."""
+    config: Mapping[str, Any] = checkpoint.config or {}
+    yield from (_EMBEDDING, _NORM) if _is_tied(checkpoint, family) else (_EMBEDDING, _NORM, _HEAD)
+    routed = {_parts(name)[0] for name in checkpoint.tensors if _is_expert(family, name)}
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}."
+        yield from (f"{layer}{norm}.weight" for norm in family.norms)
+        for made, modules in names.modules_of(family).items():
+            if layer in routed and made.startswith("mlp."):
+                continue
+            bias = family.biases.get(made)
+            leaves = ("weight", "bias") if bias is True or config.get(str(bias)) else ("weight",)
+            yield from (f"{layer}{module}.{leaf}" for module in modules for leaf in leaves)
+        if layer in routed:
+            yield f"{layer}{family.router}"
+            for kind in family.expert_parts:
+                yield from _experts(checkpoint, family, layer, kind)
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Return the layer of a stored tensor with its dot, or nothing; its module there, and its name in the module."""
+    found = _LAYER.match(name)
+    layer = found[0] if found else ""
+    module, _, leaf = name.removeprefix(layer).rpartition(".")
+    return layer, module, leaf
+
+
+def _is_computed(name: str) -> bool:
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _is_expert(family: _Family, name: str) -> bool:
+    return family.experts is not None and f"{_parts(name)[1]}.".startswith(f"{family.experts}.")
+
+
+def _is_tied(checkpoint: Checkpoint, family: _Family) -> bool:
+    return family.is_always_tied or (checkpoint.config or {}).get("tie_word_embeddings") is True
+
+
+def _num_experts(checkpoint: Checkpoint) -> object:
+    """Return the number that the config gives: transformers writes either key."""
     config = checkpoint.config or {}
-    found = config.get("num_local_experts", config.get("num_experts"))
-    return found if type(found) is int else 0
+    return config.get("num_local_experts", config.get("num_experts"))
 
 
-def _experts(family: _Family, layer: str, kind: str, count: int) -> list[str]:
+def _experts(checkpoint: Checkpoint, family: _Family, layer: str, kind: str) -> list[str]:
     """Return the stored tensors of `kind`, expert by expert."""
-    parts = family.expert_parts[kind]
+    count, parts = _num_experts(checkpoint), family.expert_parts[kind]
+    assert isinstance(count, int)
     return [f"{layer}{family.experts}.{expert}.{part}.weight" for expert in range(count) for part in parts]
 
 
@@ -189,71 +276,17 @@ def _vocabulary(checkpoint: Checkpoint, name: str, names: _Names, tp: int) -> Di
     multiple = names.vocabulary_multiple
     padded = -(-rows // multiple) * multiple
     step = padded // tp
-    if padded % tp or step * (tp - 1) >= rows:
-        raise PartitionError(
-            f"{name} has {rows} rows, {padded} with vLLM's padding, which do not divide among {tp} ranks",
-            hint="choose another number of ranks",
-        )
+    why = "do not divide among" if padded % tp else "leave none for the last of" if step * (tp - 1) >= rows else ""
+    if why:
+        padding = "" if padded == rows else f", {padded} with vLLM's padding"
+        hint = "choose another number of ranks"
+        raise PartitionError(f"{name} has {rows} rows{padding}, which {why} {tp} ranks", hint=hint)
     return Division(0, tuple(((rank * step, min((rank + 1) * step, rows)),) for rank in range(tp)))
 
 
-def _tensors(  # noqa: C901 - one branch for each way that vLLM names a tensor
-    checkpoint: Checkpoint, divisions: Mapping[str, Division], order: Sequence[str], names: _Names, rank: int
-) -> dict[str, PiecedTensor]:
-    """Return what each tensor of `rank` is made of, by vLLM's name."""
-    family, is_tied = _family(checkpoint, names), _is_tied(checkpoint, names)
-    fused = {module: (made, modules) for made, modules in names.fused.items() for module in modules}
-
-    def part(name: str) -> PiecedTensor:
-        whole, division = as_stored(checkpoint.tensors[name]), divisions[name]
-        if division.dim is None:
-            return whole
-        dim = division.dim
-        return concatenated([sliced(whole, dim, start, stop) for start, stop in division.ranges[rank]], dim)
-
-    kinds = {f"{family.experts}.routed_experts.{kind}": kind for kind in family.expert_parts}
-
-    def routed(layer: str) -> dict[str, PiecedTensor]:
-        count = _num_experts(checkpoint)
-        parts = {made: [part(name) for name in _experts(family, layer, kind, count)] for made, kind in kinds.items()}
-        return {f"{layer}{made}": _stacked(each, len(each) // count) for made, each in parts.items()}
-
-    made: dict[str, PiecedTensor] = {}
-    for name in order:
-        if name.endswith("rotary_emb.inv_freq") or (is_tied and name == _HEAD):
-            continue  # vLLM computes the first, and ties the second to the embedding
-        if is_tied and name == _EMBEDDING:
-            made[family.tied] = part(name)  # the loader keeps the first of both names in the alphabet
-            continue
-        layer = _LAYER.match(name)
-        module, _, leaf = name[layer.end() if layer else 0 :].rpartition(".")
-        if layer and f"{module}.".startswith(f"{family.experts}."):
-            made |= routed(layer[0]) if f"{layer[0]}{next(iter(kinds))}" not in made else {}
-            continue
-        if layer and name == f"{layer[0]}{family.router}":
-            made[f"{layer[0]}{family.experts}.gate.weight"] = part(name)  # the first of both names, too
-            continue
-        if layer is None or module not in fused:
-            made[name] = part(name)
-            continue
-        target, modules = fused[module]
-        if module == modules[0]:
-            made[f"{layer[0]}{target}.{leaf}"] = concatenated([part(f"{layer[0]}{m}.{leaf}") for m in modules], 0)
-    return made
-
-
-def _stacked(matrices: Sequence[PiecedTensor], each: int) -> PiecedTensor:
-    """Return experts along a new first dimension, with `each` matrices below one another in an expert."""
-    rows = [concatenated(matrices[first : first + each], 0) for first in range(0, len(matrices), each)]
-    return concatenated([unsqueezed(expert, 0) for expert in rows], 0)
-
-
-def _scales(checkpoint: Checkpoint, names: _Names) -> bytes:
-    """Return a file of the scales that vLLM's attention has for quantised KV caches: 1.0, unless one was calibrated."""
-    layers = sorted({found[0] for name in checkpoint.tensors if (found := _LAYER.match(name))})
-    scales = [f"{layer}{scale}" for layer in layers for scale in names.scales]
-    header = encode_header([(scale, DTYPES["F32"], (), 4) for scale in scales], metadata={"format": "pt"})
-    return header + struct.pack("<f", 1.0) * len(scales)
+def _file_of_ones(names: Sequence[str]) -> bytes:
+    header = encode_header([(name, DTYPES["F32"], (), 4) for name in names], metadata={"format": "pt"})
+    return header + struct.pack("<f", 1.0) * len(names)
 
 
 def _file(rank: int, part: int) -> str:
@@ -267,9 +300,9 @@ def _next_step(out: str, output: Output, plan: Plan | None) -> str:  # noqa: ARG
 
 LAYOUT = OutputLayout(
     lay_out=lay_out,
-    own_options=("tp",),
+    own_options=("tp", "vllm_version"),
     takes_names=False,
     required_options={"tp": "the number of ranks"},
-    recorded_options=("tp",),
+    recorded_options=("tp", "vllm_version"),
     next_step=_next_step,
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bigload.errors import OptionError
-from bigload.layouts.choices import OffloadFormat, Verify
+from bigload.layouts.choices import VLLM_VERSION, OffloadFormat, Verify
 from bigload.layouts.registry import LAYOUTS
 from bigload.planning.choices import NameScheme
 from bigload_cli.failures import named_as_options
@@ -111,6 +111,9 @@ def reshard(
     ] = None,
     tp: TpOption = None,
     tp_rules: TpRulesOption = None,
+    vllm_version: Annotated[
+        str, typer.Option("--vllm-version", metavar="VERSION", help="Of --layout vllm: whose names are written.")
+    ] = VLLM_VERSION,
     names: Annotated[
         NameScheme | None,
         typer.Option("--names", help="Names and forms of tensors: transformers' in memory, or the original files'."),
@@ -220,6 +223,7 @@ def reshard(
             dtypes=dtype_rule(dtype, keep_fp32=keep_fp32 or ()),
             tp=tp,
             tp_rules=tp_rules,
+            vllm_version=vllm_version,
             names=names,
             transforms=tuple(transforms_given(ctx, values, made_by)),
             metadata=metadata_given(set_metadata or ()),

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import bigload
-from bigload.errors import PartitionError
+from bigload.errors import OptionError, PartitionError
 
 HEADS, KV_HEADS, WIDTH, HIDDEN, FFN, ROWS, LAYERS = 8, 2, 4, 32, 24, 128, 2
 CONFIG = {
@@ -33,10 +33,17 @@ LAYER = {
     "mlp.up_proj.weight": (FFN, HIDDEN),
     "mlp.down_proj.weight": (HIDDEN, FFN),
 }
+QK_NORMS = {f"self_attn.{kind}_norm.weight": (WIDTH,) for kind in "qk"}
+GEMMA_NORMS = {f"{place}_feedforward_layernorm.weight": (HIDDEN,) for place in ("pre", "post")}
+BIASES = [f"model.layers.{i}.{name}" for i in range(LAYERS) for name in LAYER if ".bias" in name]
+
+
+def in_layers(shapes):
+    return {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in shapes.items()}
 
 
 def written(folder, *, rows=ROWS, leave_out=(), extra=None, **config):
-    shapes = {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in LAYER.items()}
+    shapes = in_layers(LAYER)
     shapes |= {"model.embed_tokens.weight": (rows, HIDDEN), "model.norm.weight": (HIDDEN,), **(extra or {})}
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (rows, HIDDEN)
@@ -113,19 +120,23 @@ def test_padding_of_the_vocabulary_is_left_out_after_the_division(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "tied"), [("gemma2", "model.embed_tokens.weight"), ("gemma3_text", "lm_head.weight")]
+    ("model_type", "tied", "norms"),
+    [
+        ("gemma2", "model.embed_tokens.weight", GEMMA_NORMS),
+        ("gemma3_text", "lm_head.weight", {**GEMMA_NORMS, **QK_NORMS}),
+    ],
 )
-def test_gemma_is_tied_without_a_word_in_its_config(tmp_path, model_type, tied):
-    tensors, ranks = laid_out(tmp_path, 2, model_type=model_type, leave_out=["lm_head.weight"])
+def test_gemma_is_tied_without_a_word_in_its_config(tmp_path, model_type, tied, norms):
+    given = {"leave_out": ["lm_head.weight", *BIASES], "extra": in_layers(norms)}
+    tensors, ranks = laid_out(tmp_path, 2, model_type=model_type, **given)
     for rank, found in enumerate(ranks):
         assert {"model.embed_tokens.weight", "lm_head.weight"} & found.keys() == {tied}
         assert torch.equal(found[tied], tensors["model.embed_tokens.weight"].chunk(2)[rank])
 
 
 def test_fused_matrices_of_phi3_are_cut_before_they_are_divided(tmp_path):
-    apart = [f"model.layers.{i}.{name}" for i in range(LAYERS) for name in LAYER if ".bias" in name]
     kinds = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
-    apart += [f"model.layers.{i}.{kind}_proj.weight" for i in range(LAYERS) for kind in kinds]
+    apart = BIASES + [f"model.layers.{i}.{kind}_proj.weight" for i in range(LAYERS) for kind in kinds]
     sizes = [HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH]
     fused = {}
     for i in range(LAYERS):
@@ -156,7 +167,7 @@ def test_experts_are_stacked_as_vllm_has_them(tmp_path, *, model_type, module, n
         for expert in range(experts)
         for name, shape in shapes.items()
     }
-    extra |= {f"{layer}{module}.gate.weight": (experts, HIDDEN) for layer in layers}
+    extra |= in_layers({f"{module}.gate.weight": (experts, HIDDEN), **(QK_NORMS if model_type == "qwen3_moe" else {})})
     config = {"model_type": model_type, count: experts}
     tensors, ranks = laid_out(tmp_path, 2, leave_out=dense, extra=extra, **config)
     for rank, found in enumerate(ranks):
@@ -189,25 +200,82 @@ def test_an_incomplete_expert_is_refused(tmp_path):
     [
         ({"model_type": "opt"}, "not known for models of type 'opt'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
-        ({"rows": 20}, "64 with vLLM's padding"),
-        ({"model_type": "gemma3_text", "tie_word_embeddings": False}, "not those that vLLM"),
+        ({"rows": 20}, "has 20 rows, 64 with vLLM's padding, which leave none for the last of 2 ranks"),
+        ({"rows": 64, "tp": 3}, "has 64 rows, which do not divide among 3 ranks"),
+        ({"rows": 60, "tp": 3}, "has 60 rows, 64 with vLLM's padding, which do not divide among 3 ranks"),
+        ({"model_type": "gemma3_text", "tie_word_embeddings": False}, "config.json says that embeddings are not tied"),
+        ({"leave_out": ["model.layers.1.self_attn.k_proj.weight"]}, "layers.1.self_attn.k_proj.weight is missing"),
+        ({"leave_out": ["model.layers.1.self_attn.k_proj.bias"]}, "layers.1.self_attn.k_proj.bias is missing"),
+        ({"leave_out": ["model.layers.1.input_layernorm.weight"]}, "input_layernorm.weight is missing"),
+        ({"leave_out": ["lm_head.weight"]}, "lm_head.weight is missing"),
+        ({"num_hidden_layers": 1}, "model.layers.1.mlp.down_proj.weight has no place"),
+        ({"num_hidden_layers": 3}, "model.layers.2.mlp.down_proj.weight is missing"),
+        ({"num_hidden_layers": 10**12}, "no valid num_hidden_layers"),
+        ({"num_hidden_layers": None}, "no valid num_hidden_layers"),
+        ({"model_type": "mixtral"}, "no valid num_experts or num_local_experts"),
+        ({"extra": {"model.layers.0.self_attn.qkv_proj.weight": (4, 4)}}, "qkv_proj.weight has no place"),
+        ({"extra": {"model.layers.0.self_attn.q_proj.scale": (1,)}}, "q_proj.scale has no place"),
+        ({"extra": {"model.layers.0.input_layernorm.scale": (1,)}}, "input_layernorm.scale has no place"),
+        ({"extra": {"model.layers.0.self_attn.o_proj.bias": (HIDDEN,)}}, "o_proj.bias has no place"),
+        ({"extra": {"model.visual.weight": (4, 4)}}, "model.visual.weight has no place"),
         (
             {
                 "model_type": "qwen3_moe",
                 "num_experts": 2,
-                "extra": {"model.layers.0.mlp.experts.gate_up_proj": (2, 8, 4)},
+                "extra": in_layers({"mlp.experts.gate_up_proj": (2, 2 * FFN, HIDDEN)}),
             },
-            "not those that vLLM",
+            "experts one by one first: bigload reshard CHECKPOINT OUT --names checkpoint",
         ),
-        ({"tp": 3}, "do not divide among 3 ranks"),
-        ({"leave_out": ["model.layers.1.self_attn.k_proj.weight"]}, "not those that vLLM"),
-        ({"leave_out": ["lm_head.weight"]}, "not those that vLLM"),
-        ({"extra": {"model.layers.0.self_attn.qkv_proj.weight": (4, 4)}}, "not those that vLLM"),
     ],
 )
 def test_what_vllm_would_not_load_is_refused(tmp_path, config, said):
-    tp = config.pop("tp", 2)
-    written(tmp_path / "model", **config)
-    with pytest.raises(PartitionError, match=said):
-        bigload.reshard(tmp_path / "model", tmp_path / "out", layout="vllm", tp=tp)
+    written(tmp_path / "model", **{key: value for key, value in config.items() if key != "tp"})
+    with pytest.raises(PartitionError) as error:
+        bigload.reshard(tmp_path / "model", tmp_path / "out", layout="vllm", tp=config.get("tp", 2))
+    assert said in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_vllm_computes_or_ties_are_left_out(tmp_path):
+    extra = {"lm_head.weight": (ROWS, HIDDEN), **in_layers({"self_attn.rotary_emb.inv_freq": (WIDTH // 2,)})}
+    tensors, (found,) = laid_out(tmp_path, 1, extra=extra, tie_word_embeddings=True)
+    assert torch.equal(found["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    assert not [name for name in found if "inv_freq" in name or "embed_tokens" in name]
+
+
+def test_biases_are_those_that_the_config_asks_for(tmp_path):
+    extra = in_layers({"self_attn.o_proj.bias": (HIDDEN,)})
+    _, ranks = laid_out(tmp_path, 2, model_type="llama", attention_bias=True, extra=extra)
+    assert all(
+        f"model.layers.{i}.self_attn.{it}_proj.bias" in found for found in ranks for i in (0, 1) for it in ("qkv", "o")
+    )
+
+
+def test_stacked_experts_are_converted_by_the_command_of_the_hint(tmp_path):
+    dense = [name for name in in_layers(LAYER) if "mlp" in name or ".bias" in name]
+    shapes = {**QK_NORMS, "mlp.gate.weight": (2, HIDDEN)}
+    for expert in range(2):
+        shapes |= {f"mlp.experts.{expert}.{half}_proj.weight": (FFN, HIDDEN) for half in ("gate", "up")}
+        shapes |= {f"mlp.experts.{expert}.down_proj.weight": (HIDDEN, FFN)}
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2}
+    _, wanted = laid_out(tmp_path, 2, leave_out=dense, extra=in_layers(shapes), **config)
+    bigload.reshard(tmp_path / "model", tmp_path / "stacked", names="transformers")
+    with pytest.raises(PartitionError, match="reshard CHECKPOINT OUT --names checkpoint"):
+        bigload.reshard(tmp_path / "stacked", tmp_path / "again", layout="vllm", tp=2)
+    bigload.reshard(tmp_path / "stacked", tmp_path / "apart", names="checkpoint")
+    bigload.reshard(tmp_path / "apart", tmp_path / "again", layout="vllm", tp=2)
+    for rank in range(2):
+        found = parts_of(tmp_path / "again", rank)
+        assert found.keys() == wanted[rank].keys()
+        assert all(torch.equal(found[name], wanted[rank][name]) for name in found)
+
+
+def test_the_version_of_the_names_is_recorded_and_an_unknown_one_refused(tmp_path):
+    written(tmp_path / "model")
+    bigload.reshard(tmp_path / "model", tmp_path / "out", layout="vllm", tp=1, vllm_version="0.32")
+    assert json.loads((tmp_path / "out" / "bigload-manifest.json").read_text())["options"]["vllm_version"] == "0.32"
+    with pytest.raises(OptionError, match=r'vllm_version is "0\.9"; expected one of 0\.32, whose names'):
+        bigload.reshard(tmp_path / "model", tmp_path / "out-2", layout="vllm", tp=1, vllm_version="0.9")
+    with pytest.raises(OptionError, match="for the layout vllm, not for ranks"):
+        bigload.reshard(tmp_path / "model", tmp_path / "out-2", tp=1, vllm_version="0.9")
+    assert not (tmp_path / "out-2").exists()
