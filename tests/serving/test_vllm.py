@@ -1,0 +1,80 @@
+"""vLLM itself loads what bigload writes and reads for it; `make vllm` runs this in an environment that has vLLM."""
+
+import importlib.util
+import re
+
+import pytest
+
+import bigload
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: make vllm", allow_module_level=True)
+
+from text_models import save_model
+from vllm_ranks import run_vllm_ranks
+
+SIZES = {"hidden_size": 128, "head_dim": 32, "vocab_size": 500, "eos_token_id": 499}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", {"tie_word_embeddings": True}),
+    "gemma3": ("Gemma3ForCausalLM", {"tie_word_embeddings": True}),
+    "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, **EXPERTS}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {"num_experts": 12, "mlp_only_layers": [1], **EXPERTS}),
+}
+CASES = [(2, name) for name in FAMILIES] + [(tp, name) for tp in (1, 4) for name in ("llama", "qwen3_moe")]
+
+SLACK_BYTES = 80_000
+"""Headers, config.json and what libraries read of /proc; a sixth of the least that a rank holds."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder for each family, as `save_pretrained` makes it."""
+    root = tmp_path_factory.mktemp("models")
+    for name, (kind, changes) in FAMILIES.items():
+        save_model(root / name, kind, **SIZES, **changes)
+    return root
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def loaded(request, folders, tmp_path_factory):
+    """For each number of ranks, what each of them found in each family."""
+    tp, out = request.param, tmp_path_factory.mktemp("laid-out")
+    models = {}
+    for name in [family for ranks, family in CASES if ranks == tp]:
+        bigload.reshard(folders / name, out / name, layout="vllm", tp=tp)
+        models[name] = {"auto": folders / name, "sharded_state": out / name, "bigload": folders / name}
+    return tp, out, run_vllm_ranks(tp, models, out)
+
+
+def test_every_tensor_of_the_files_is_that_of_vllms_own_load(loaded):
+    tp, _, ranks = loaded
+    assert len(ranks) == tp
+    for rank, found in enumerate(ranks):
+        for name, formats in found.items():
+            assert formats["sharded_state"].get("different") == [], (name, rank, formats["sharded_state"])
+            assert len(formats["sharded_state"]["names"]) > 30
+
+
+def test_every_tensor_that_the_load_format_reads_is_that_of_vllms_own_load(loaded):
+    _, _, ranks = loaded
+    for rank, found in enumerate(ranks):
+        for name, formats in found.items():
+            assert formats["bigload"].get("different") == [], (name, rank, formats["bigload"])
+
+
+def test_a_rank_reads_its_part_and_whole_rows_of_what_is_cut_by_columns(loaded, folders):
+    """Columns of these matrices are closer together than a read each would pay for."""
+    tp, out, ranks = loaded
+    for rank, found in enumerate(ranks):
+        for name, formats in found.items():
+            part = sum(file.stat().st_size for file in (out / name).glob(f"model-rank-{rank}-part-*"))
+            stored = bigload.open_checkpoint(folders / name).tensors.values()
+            columns = sum(each.num_bytes for each in stored if re.search(r"(o_proj|down_proj|w2)\.weight", each.name))
+            most = part + columns * (tp - 1) // tp
+            assert abs(formats["bigload"]["read_bytes"] - most) < SLACK_BYTES, (name, rank, part, most)
