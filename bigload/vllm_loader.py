@@ -8,7 +8,6 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 LOAD_FORMAT = "bigload"
 _BATCH_BYTES = 256 * MIB
 """How much is in memory at once beside the model's own tensors, or one tensor that is larger."""
-
-_logger = logging.getLogger(__name__)
 
 
 @cache  # vLLM may call it again, and warns of a format that is registered twice
@@ -62,6 +59,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     import torch
     from vllm import __version__
     from vllm.distributed import get_pp_group, get_tp_group
+    from vllm.logger import init_logger
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
     if get_pp_group().world_size > 1:
@@ -82,7 +80,9 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
                 target[: len(value)].copy_(value)
                 target[len(value) :].zero_()  # padding of the vocabulary
     num_bytes = format_size(sum(tensor.num_bytes for tensor in made.values()))
-    _logger.info("rank %d of %d: %s of %s", ranks.rank_in_group, ranks.world_size, num_bytes, checkpoint.name)
+    init_logger("vllm.bigload").info(  # below vLLM's own, whose messages it shows
+        "rank %d of %d: %s of %s", ranks.rank_in_group, ranks.world_size, num_bytes, checkpoint.name
+    )
 
 
 def _checkpoint_of(model_config: Any) -> Checkpoint:  # noqa: ANN401 - vLLM's

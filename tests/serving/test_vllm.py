@@ -11,6 +11,8 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: make vllm", allow_module_level=True)
 
 from text_models import save_model
+
+from vllm_engine import greedy_tokens
 from vllm_ranks import run_vllm_ranks
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "vocab_size": 500, "eos_token_id": 499}
@@ -78,3 +80,11 @@ def test_a_rank_reads_its_part_and_whole_rows_of_what_is_cut_by_columns(loaded, 
             columns = sum(each.num_bytes for each in stored if re.search(r"(o_proj|down_proj|w2)\.weight", each.name))
             most = part + columns * (tp - 1) // tp
             assert abs(formats["bigload"]["read_bytes"] - most) < SLACK_BYTES, (name, rank, part, most)
+
+
+def test_the_engine_answers_with_the_same_tokens(folders, tmp_path):
+    bigload.reshard(folders / "llama", tmp_path / "out", layout="vllm", tp=2)
+    expected = greedy_tokens(folders / "llama", "auto", 2)
+    assert len(set(expected)) > 4
+    assert greedy_tokens(tmp_path / "out", "sharded_state", 2) == expected
+    assert greedy_tokens(folders / "llama", "bigload", 2) == expected

@@ -74,7 +74,7 @@ class _Names:
 def _names(version: str) -> _Names:
     tables = json.loads(resources.files(__package__).joinpath("vllm_names.json").read_text())
     if version not in tables:
-        hint = "files of one version may lack tensors that another one asks for"
+        hint = "modules have other names in other versions; any vLLM reads the plain folder by its own loader"
         raise OptionError.of("vllm_version", version, f"one of {', '.join(tables)}, whose names are known", hint=hint)
     return _Names(**{key: value for key, value in tables[version].items() if not key.endswith("_source")})
 
