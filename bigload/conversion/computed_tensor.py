@@ -13,26 +13,43 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.dtypes import DType
+from bigload.units import MIB
 
 if TYPE_CHECKING:
     import torch
 
 
+MOST_RECENT_BYTES = 256 * MIB
+"""Of operands that are read as a whole for a few rows; each thread that computes may hold others."""
+
+
 class OperandRows(NamedTuple):
     """Rows `start` to `stop` (exclusive) of `tensor`, wanted by an operation; all rows of one with strides.
 
-    With `is_kept`, they are the same for every call, small, and read once.
+    With `is_kept`, they are the same for every call, small, and read once. With `is_recent`, they are the same for many
+    neighbouring rows, which lie across them: those used last stay in memory, so they may have `MOST_RECENT_BYTES`.
     """
 
     tensor: Operand
     start: int
     stop: int
     is_kept: bool = False
+    is_recent: bool = False
 
     @classmethod
     def all_of(cls, tensor: Operand, *, is_kept: bool = False) -> OperandRows:
         """Return all rows of `tensor`."""
         return cls(tensor, 0, num_rows(tensor), is_kept)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.tensor.num_bytes // max(num_rows(self.tensor), 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return (self.stop - self.start) * self.row_bytes
 
 
 class Operation(Protocol):

@@ -1,21 +1,23 @@
-"""Transform of quantised weights into plain ones, for methods whose weights are rows of numbers with scales.
+"""Transform of quantised weights into plain ones.
 
 Fine-grained FP8 (`weight_scale_inv`, DeepSeek), FP8 and INT8 with a scale for each tensor or row (`weight_scale`,
-compressed-tensors, fbgemm), and `pack-quantized` integers of compressed-tensors without zero points.
+compressed-tensors, fbgemm), `pack-quantized` integers of compressed-tensors without zero points, GPTQ, AWQ, and MXFP4
+of gpt-oss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.checkpoint.quantisation import quantisation_of
+from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.conversion.arithmetic.scaled_weights import ScaledWeights
 from bigload.conversion.computed_tensor import ComputedTensor, Operand
 from bigload.dtypes import DTYPES, DType, parse_dtype
 from bigload.errors import InvalidCheckpointError, OptionError, Problem, UnsupportedFormatError
 from bigload.layouts.tensors_to_write import TensorsToWrite
+from bigload.layouts.transforms.packed_modules import unpacked_modules
 from bigload.units import counted
 
 _STORED = ("F8_E4M3", "F8_E5M2", "I8")
@@ -68,17 +70,38 @@ class Dequantize:
         checkpoint = found.checkpoint
         tensors = found.tensors
         method = quantisation_of(checkpoint)
-        other = next((name for name in tensors if name.endswith((".qweight", "_blocks", ".absmax", ".SCB"))), None)
+        other = next((name for name in tensors if name.endswith((".absmax", ".SCB"))), None)
         if other is not None:
             raise UnsupportedFormatError(
                 checkpoint.path,
                 f"weights of {'this method' if method is None else method.method} are not dequantised here ({other})",
                 hint="load it with transformers and its method's package, then model.dequantize().save_pretrained(OUT)",
             )
-        block = _block_size(checkpoint.config)
-        packed_bits = method.bits if method is not None and method.bits in (4, 8) else 0
-        made: dict[str, Operand] = {}
         problems: list[str] = []
+        made = self._scaled(found, packed_bits=_packed_bits(method), problems=problems)
+        unpacked = list(unpacked_modules(tensors, _settings(checkpoint.config), problems))
+        for name, shape, unpacking, parts in unpacked:
+            made[parts[0]] = ComputedTensor(name, self.dtype, shape, unpacking)
+        replaced = {part for each in unpacked for part in each.replaces}
+        beside = [stored for stored, weight in made.items() if weight.name in tensors and weight.name != stored]
+        problems += [f"{made[stored].name} is stored beside {stored}, which becomes it" for stored in beside]
+        if problems:
+            raise InvalidCheckpointError(
+                checkpoint.path, [Problem(code="bad-scale", file=checkpoint.name, text=text) for text in problems]
+            )
+        if not made:
+            raise OptionError.of("dequantize", self.dtype.name, "a quantised checkpoint: no weights of this one are")
+        note = f"{counted(len(made), 'weight')} dequantised to {self.dtype.name}"
+        result = found.with_tensors(_plain(tensors, made, replaced), notes=[note])
+        config = {key: value for key, value in (checkpoint.config or {}).items() if key != "quantization_config"}
+        if checkpoint.config is None:
+            return result
+        return replace(result, checkpoint=replace(result.checkpoint, config=config))
+
+    def _scaled(self, found: TensorsToWrite, *, packed_bits: int, problems: list[str]) -> dict[str, ComputedTensor]:
+        """Return weights that are rows of numbers with scales, by the name of what is stored."""
+        tensors, block = found.tensors, _block_size(found.checkpoint.config)
+        made = {}
         for name, tensor in tensors.items():
             module, _, leaf = name.rpartition(".")
             if leaf not in ("weight", "weight_packed") or not isinstance(tensor, TensorInfo):
@@ -88,29 +111,23 @@ class Dequantize:
             operation = _operation(tensors, module, tensor, block=block, packed_bits=packed_bits, problems=problems)
             if operation is not None:
                 shape = (*tensor.shape[:-1], operation.columns)
-                made[f"{module}.weight"] = ComputedTensor(f"{module}.weight", self.dtype, shape, operation)
-        if problems:
-            raise InvalidCheckpointError(
-                checkpoint.path, [Problem(code="bad-scale", file=checkpoint.name, text=text) for text in problems]
-            )
-        if not made:
-            raise OptionError.of("dequantize", self.dtype.name, "a quantised checkpoint: no weights of this one are")
-        kept = [made.get(name.removesuffix("_packed"), tensor) for name, tensor in _plain(tensors, made)]
-        note = f"{counted(len(made), 'weight')} dequantised to {self.dtype.name}"
-        result = found.with_tensors(kept, notes=[note])
-        config = {key: value for key, value in (checkpoint.config or {}).items() if key != "quantization_config"}
-        if checkpoint.config is None:
-            return result
-        return replace(result, checkpoint=replace(result.checkpoint, config=config))
+                made[name] = ComputedTensor(f"{module}.weight", self.dtype, shape, operation)
+        return made
 
 
-def _plain(tensors: Mapping[str, Operand], made: Mapping[str, Operand]) -> Iterator[tuple[str, Operand]]:
-    """Yield all tensors but those that say how to unpack a weight."""
-    modules = {name.rpartition(".")[0] for name in made}
+def _plain(
+    tensors: Mapping[str, Operand], made: Mapping[str, ComputedTensor], replaced: Container[str]
+) -> Iterator[Operand]:
+    """Yield all tensors but those that say how to unpack a weight, with those `made` in place of stored ones."""
+    modules = {tensor.name.rpartition(".")[0] for tensor in made.values()}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
-        if leaf not in _BESIDE or (module not in modules and leaf not in ("k_scale", "v_scale")):
-            yield name, tensor
+        if name in made:
+            yield made[name]
+        elif name not in replaced and (
+            leaf not in _BESIDE or (module not in modules and leaf not in ("k_scale", "v_scale"))
+        ):
+            yield tensor
 
 
 def _operation(
@@ -166,9 +183,17 @@ def _grid(shape: tuple[int, ...], rows: int) -> tuple[int, int] | None:
     return (rows, 1) if shape == (rows,) else None
 
 
-def _block_size(config: Mapping[str, object] | None) -> tuple[int, int]:
+def _packed_bits(method: Quantisation | None) -> int:
+    return method.bits if method is not None and method.bits in (4, 8) else 0
+
+
+def _settings(config: Mapping[str, object] | None) -> Mapping[str, object]:
     found = (config or {}).get("quantization_config")
-    size = found.get("weight_block_size") if isinstance(found, dict) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _block_size(config: Mapping[str, object] | None) -> tuple[int, int]:
+    size = _settings(config).get("weight_block_size")
     if isinstance(size, list) and len(size) == 2 and all(isinstance(each, int) and each > 0 for each in size):
         return size[0], size[1]
     return _DEFAULT_BLOCK

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from bigload.checkpoint.byte_source import ByteSource, expect_reads
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
-from bigload.conversion.computed_tensor import ComputedTensor, Operand, OperandRows, num_rows
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, OperandRows
 from bigload.dtypes import DTYPES
 from bigload.extras import require
 from bigload.layouts.output import OutputTensor
@@ -154,13 +154,12 @@ def _read_for(portion: Portion) -> Iterator[Portion]:
     first, last = portion.start // row_bytes, -(-portion.stop // row_bytes)
     for _, start, stop in source_rows(source.shape, tensor.parts, first, last):
         for rows in source.operation.rows_for(*source.whole_rows(start, stop)):
-            if not rows.is_kept:
+            if not (rows.is_kept or rows.is_recent):
                 yield from _read_for(_portion_of(rows))
 
 
 def _portion_of(rows: OperandRows) -> Portion:
-    row_bytes = rows.tensor.num_bytes // max(num_rows(rows.tensor), 1)
-    return Portion(_as_stored(rows.tensor), rows.start * row_bytes, rows.stop * row_bytes, 0)
+    return Portion(_as_stored(rows.tensor), rows.start * rows.row_bytes, rows.stop * rows.row_bytes, 0)
 
 
 def _as_stored(tensor: Operand) -> OutputTensor:

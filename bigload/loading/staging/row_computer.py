@@ -6,19 +6,34 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
-from bigload.conversion.computed_tensor import ComputedTensor, OperandRows, num_rows
+from bigload.conversion.computed_tensor import ComputedTensor, OperandRows
 from bigload.dtypes import DType
 from bigload.loading.slices import Slice, source_rows
 from bigload.loading.staging.cpu_stager import Blocks, block_of, bytes_in, cast_into
 from bigload.loading.staging.openmp import without_team
 from bigload.loading.tensors import torch_dtype
+from bigload.units import MIB
 
 STEP_ELEMENTS = 256 * 1024
 """What is computed at a time: few enough to stay in a core's cache, many enough to hide the cost of a call."""
+
+_RECENT_BYTES = 128 * MIB
+"""Operands used last that stay in memory; a single one may be larger."""
+
+Held = dict[OperandRows, torch.Tensor]
+
+
+class _Memory(NamedTuple):
+    """Memory of one call: blocks that are used again, and operands held to its end."""
+
+    blocks: Blocks
+    held: Held
+
 
 Fill = Callable[[memoryview, TensorInfo | AssembledTensor, int, int], None]
 """Fills memory with bytes from start to stop of a tensor, row by row."""
@@ -28,13 +43,15 @@ class RowComputer:
     """Computes elements of tensors; `fill` reads what they are computed from. Several threads may share one.
 
     As many threads compute at a time as there are cores: more would only need more memory. Operands that are kept take
-    their bytes until the end, all else a few blocks of `STEP_ELEMENTS` for each of these threads.
+    their bytes until the end, recent ones `_RECENT_BYTES` or those of one, besides what threads hold to the end of
+    their call, and all else a few blocks of `STEP_ELEMENTS` for each of these threads.
     """
 
     def __init__(self, fill: Fill) -> None:
         self._fill = fill
         self._lock = threading.Lock()
-        self._kept: dict[OperandRows, torch.Tensor] = {}
+        self._kept: Held = {}
+        self._recent: Held = {}  # the one used last is the last
         self._idle: list[Blocks] = []
         self._turns = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
@@ -55,9 +72,10 @@ class RowComputer:
         columns = sum(stop - start for start, stop in cuts) if cuts else width
         beyond = 0
         with self._turns, self._lent() as blocks, without_team():
+            memory_of_call = _Memory(blocks, {})
             for row, low, high in source_rows(tensor.shape, parts, first // columns, -(-last // columns)):
                 for begin, end in _steps(low, high, STEP_ELEMENTS // width, tensor.operation.row_multiple):
-                    values = self._rows(tensor, begin, end, blocks, "operand")
+                    values = self._rows(tensor, begin, end, memory_of_call, "operand")
                     if cuts:
                         values = torch.cat([values[:, start:stop] for start, stop in cuts], dim=1)
                     at = (row + begin - low) * columns  # of the first of these values in what is written
@@ -66,11 +84,15 @@ class RowComputer:
                     beyond += cast_into(flat, target[at : at + flat.numel()], blocks, counts=True)
         return beyond
 
-    def _rows(self, source: ComputedTensor, start: int, stop: int, blocks: Blocks, use: str) -> torch.Tensor:
+    def _rows(self, source: ComputedTensor, start: int, stop: int, memory: _Memory, use: str) -> torch.Tensor:
         operation = source.operation
         first, last = source.whole_rows(start, stop)
         operands = [
-            self._kept_operand(rows) if rows.is_kept else self._operand(rows, blocks, f"{use} {number}")
+            self._kept_operand(rows)
+            if rows.is_kept
+            else self._recent_operand(rows, memory.held)
+            if rows.is_recent
+            else self._operand(rows, memory, f"{use} {number}")
             for number, rows in enumerate(operation.rows_for(first, last))
         ]
         return operation.compute(first, last, operands)[start - first : stop - first]
@@ -80,24 +102,46 @@ class RowComputer:
             found = self._kept.get(rows)
             if found is None:
                 # In memory of its own size: a block is large, and adapters have thousands of small matrices.
-                found = self._kept[rows] = self._operand(rows, {}, "kept").clone()
+                found = self._kept[rows] = self._operand(rows, _Memory({}, {}), "kept").clone()
             return found
 
-    def _operand(self, rows: OperandRows, blocks: Blocks, use: str) -> torch.Tensor:
+    def _recent_operand(self, rows: OperandRows, held: Held) -> torch.Tensor:
+        # Held, so that no operand is read twice for a call, whatever other threads use meanwhile.
+        found = held.get(rows)
+        if found is None:
+            with self._lock:
+                found = self._recent.pop(rows, None)
+                if found is None:
+                    num_bytes = rows.num_bytes
+                    while (
+                        self._recent and sum(each.nbytes for each in self._recent.values()) > _RECENT_BYTES - num_bytes
+                    ):
+                        del self._recent[next(iter(self._recent))]
+                    found = self._read(rows, memoryview(bytearray(num_bytes)))
+                self._recent[rows] = found
+            held[rows] = found
+        return found
+
+    def _operand(self, rows: OperandRows, memory: _Memory, use: str) -> torch.Tensor:
         """Return rows of an operand in memory that the next operand of this `use` gets again."""
         tensor = rows.tensor
         if isinstance(tensor, ComputedTensor):
             return torch.cat(
                 [
-                    self._rows(tensor, begin, end, blocks, use)
+                    self._rows(tensor, begin, end, memory, use)
                     for begin, end in _steps(rows.start, rows.stop, STEP_ELEMENTS, tensor.operation.row_multiple)
                 ]
             )
-        row_bytes = tensor.num_bytes // max(num_rows(tensor), 1)
-        first, last = rows.start * row_bytes, rows.stop * row_bytes
-        view, staged = block_of(blocks, use, last - first)
-        self._fill(view[: last - first], tensor, first, last)
-        values, dtype = staged[: last - first], torch_dtype(tensor.dtype)
+        view, _ = block_of(memory.blocks, use, rows.num_bytes)
+        return self._read(rows, view[: rows.num_bytes])
+
+    def _read(self, rows: OperandRows, memory: memoryview) -> torch.Tensor:
+        """Read stored rows into `memory`, and return them there in their dtype and shape."""
+        tensor = rows.tensor
+        assert not isinstance(tensor, ComputedTensor)
+        first = rows.start * rows.row_bytes
+        self._fill(memory, tensor, first, first + rows.num_bytes)
+        values, dtype = bytes_in(memory), torch_dtype(tensor.dtype)
         if dtype is not None and tensor.dtype.bits >= 8:
             values = values.view(dtype)
         if isinstance(tensor, TensorInfo) and tensor.strides is not None:

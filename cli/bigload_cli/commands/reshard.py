@@ -120,7 +120,7 @@ def reshard(
     ] = None,
     dequantize: Annotated[
         str | None,
-        typer.Option("--dequantize", metavar="DTYPE", help="Write weights of FP8 and of compressed-tensors as bf16."),
+        typer.Option("--dequantize", metavar="DTYPE", help="Write quantised weights as plain ones, such as bf16."),
     ] = None,
     lora: Annotated[
         list[str] | None,

@@ -107,8 +107,7 @@ def test_ranks_get_parts_of_plain_weights(tmp_path):
             InvalidCheckpointError,
             "a.weight is F8_E4M3 and has scales in U8",
         ),
-        ({"a.qweight": torch.ones(4, 4, dtype=torch.int32)}, UnsupportedFormatError, "not dequantised here"),
-        ({"a.experts_blocks": torch.ones(4, dtype=torch.uint8)}, UnsupportedFormatError, "not dequantised here"),
+        ({"a.SCB": torch.ones(4), "a.weight": _float8(4, 4)}, UnsupportedFormatError, "not dequantised here"),
         (
             {"a.weight_packed": torch.ones(4, 4, dtype=torch.int32), "a.weight_scale": torch.ones(4, 1)},
             InvalidCheckpointError,
