@@ -1,6 +1,7 @@
 """vLLM itself loads what bigload writes and reads for it; `make vllm` runs this in an environment that has vLLM."""
 
 import importlib.util
+import mmap
 import re
 
 import pytest
@@ -18,7 +19,7 @@ from vllm_ranks import run_vllm_ranks
 SIZES = {"hidden_size": 128, "head_dim": 32, "vocab_size": 500, "eos_token_id": 499}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 FAMILIES = {
-    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 4096}),
     "mistral": ("MistralForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {}),
@@ -30,8 +31,8 @@ FAMILIES = {
 }
 CASES = [(2, name) for name in FAMILIES] + [(tp, name) for tp in (1, 4) for name in ("llama", "qwen3_moe")]
 
-SLACK_BYTES = 80_000
-"""Headers, config.json and what libraries read of /proc; a sixth of the least that a rank holds."""
+SLACK_BYTES = 250_000
+"""Headers, config.json and the /proc/self/maps of a process with vLLM's libraries; less than another rank's part."""
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +71,18 @@ def test_every_tensor_that_the_load_format_reads_is_that_of_vllms_own_load(loade
             assert formats["bigload"].get("different") == [], (name, rank, formats["bigload"])
 
 
-def test_a_rank_reads_its_part_and_whole_rows_of_what_is_cut_by_columns(loaded, folders):
-    """Columns of these matrices are closer together than a read each would pay for."""
+def test_a_rank_reads_its_part_and_whole_rows_of_narrow_columns(loaded, folders):
+    """Less than a page between columns costs less than a read for each."""
     tp, out, ranks = loaded
     for rank, found in enumerate(ranks):
         for name, formats in found.items():
             part = sum(file.stat().st_size for file in (out / name).glob(f"model-rank-{rank}-part-*"))
             stored = bigload.open_checkpoint(folders / name).tensors.values()
-            columns = sum(each.num_bytes for each in stored if re.search(r"(o_proj|down_proj|w2)\.weight", each.name))
-            most = part + columns * (tp - 1) // tp
-            assert abs(formats["bigload"]["read_bytes"] - most) < SLACK_BYTES, (name, rank, part, most)
+            columns = [each for each in stored if re.search(r"(o_proj|down_proj|w2)\.weight", each.name)]
+            narrow = [each.num_bytes for each in columns if each.shape[-1] * 4 * (tp - 1) // tp < mmap.PAGESIZE]
+            between = sum(narrow) * (tp - 1) // tp
+            assert abs(formats["bigload"]["read_bytes"] - part - between) < SLACK_BYTES, (name, rank, part, between)
+            assert name != "llama" or tp == 1 or between < part / 10
 
 
 def test_the_engine_answers_with_the_same_tokens(folders, tmp_path):

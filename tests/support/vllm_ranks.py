@@ -104,6 +104,7 @@ def _loaded(config):
     loader = get_model_loader(config.load_config)
     with set_default_torch_dtype(config.model_config.dtype):
         model = loader.create_model(config, config.model_config)
+        loader.load_weights(model, config.model_config)  # modules that this imports are bytes that are read, too
         for tensor in model.parameters():
             tensor.data.fill_(7)  # no loader may rely on what memory happens to hold
         before = _read_bytes()

@@ -129,6 +129,10 @@ class VllmModel:
                 made[name] = self._part(name, rank)
         return made
 
+    def is_shared(self, name: str) -> bool:
+        """Return whether several ranks hold elements of the stored tensor `name`."""
+        return self.divisions[name].dim is None or self.divisions[name].is_shared
+
     @property
     def vocabulary(self) -> tuple[str, str]:
         """Names of the tensors whose rows vLLM pads."""

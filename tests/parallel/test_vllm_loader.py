@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from bigload.errors import StateDictMismatchError
-from bigload.vllm_loader import _check
+from bigload.parallel.vllm_loader import _check
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_entry_point_names_a_function_without_arguments():
@@ -24,7 +24,7 @@ def test_the_entry_point_names_a_function_without_arguments():
 
 def test_the_plugin_imports_neither_vllm_nor_torch():
     """vLLM calls it in all of its processes, whatever format they load."""
-    program = "import sys, bigload.vllm_loader; print({'vllm', 'torch'} & set(sys.modules))"
+    program = "import sys, bigload.parallel.vllm_loader; print({'vllm', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -8,28 +8,26 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigload.checkpoint.model import Checkpoint, StoredTensor
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, StoredTensor
 from bigload.checkpoint.source import open_checkpoint
-from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion
+from bigload.distributed.host_share import HostShare
 from bigload.errors import OptionError, StateDictMismatchError
 from bigload.layouts.kinds.vllm_shards import VllmModel
-from bigload.loading.load import load_selected
-from bigload.loading.selection import select
-from bigload.units import MIB, format_size
+from bigload.loading.settings import settings
+from bigload.units import format_size
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 LOAD_FORMAT = "bigload"
-_BATCH_BYTES = 256 * MIB
-"""How much is in memory at once beside the model's own tensors, or one tensor that is larger."""
 
 
 @cache  # vLLM may call it again, and warns of a format that is registered twice
@@ -50,6 +48,8 @@ def register() -> None:
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Fill `model`, which vLLM made for this process' rank, from the files of `checkpoint`.
 
+    Bytes are read into the model's own memory, and cast on the way to the dtype that it has.
+
     Raises:
         OptionError: this version of vLLM is not known, or models are divided in other ways than by tensors.
         PartitionError: the checkpoint is of no known family, or its tensors are others, or do not divide.
@@ -62,26 +62,53 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     from vllm.logger import init_logger
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
+    from bigload.loading.piece_copies import whole_spec
+    from bigload.parallel.sharded_loading.local_model import check_parts
+    from bigload.parallel.sharded_loading.local_reads import fill_local
+    from bigload.parallel.sharded_loading.local_tensors import LocalPart, local_tensors
+
     if get_pp_group().world_size > 1:
         raise OptionError.of("pipeline_parallel_size", get_pp_group().world_size, f"1 with load_format={LOAD_FORMAT!r}")
     ranks, version = get_tp_group(), ".".join(__version__.split(".")[:2])
     divided = VllmModel.of(checkpoint, tp=ranks.world_size, version=version)
-    made = Conversion(tensors=divided.tensors(ranks.rank_in_group)).of(checkpoint)
+    pieces = divided.tensors(ranks.rank_in_group)
+    made = Conversion(tensors=pieces).of(checkpoint)
     state = ShardedStateLoader._filter_subtensors(model.state_dict())
     for scale in divided.scales():  # 1.0 already
         state.pop(scale, None)
     _check(type(model).__name__, state, made, padded=divided.vocabulary)
-    view = CheckpointView(checkpoint=checkpoint, tensors=made)
+    parts = []
+    for name, tensor in made.items():
+        whole, target = AssembledTensor.of(tensor), state[name].detach()
+        rows = target[: whole.shape[0]]
+        target[len(rows) :].zero_()  # padding of the vocabulary
+        is_shared = any(divided.is_shared(source) for source in pieces[name].sources)
+        parts.append(
+            LocalPart(
+                stored=whole,
+                spec=whole_spec(whole.shape),
+                dtype=rows.dtype,
+                device=rows.device,
+                existing=rows,
+                is_shared=is_shared,
+            )
+        )
+    check_parts(parts)
+    loaded = local_tensors(checkpoint.name, checkpoint.path, parts)
+    # Ranks of one tensor are expected on one host, as vLLM advises; on several, each has fewer threads than it could.
+    alone = HostShare.of_process_alone()
+    share = HostShare(processes=ranks.world_size, cores=alone.cores / ranks.world_size)
+    _, read_bytes = fill_local(checkpoint, replace(settings(), share=share), loaded)
     with torch.no_grad():
-        for names in _batches(made.values()):
-            selection = select(view, only=names, device={name: state[name].device for name in names})
-            for name, value in load_selected(checkpoint, selection).items():
-                target = state[name]
-                target[: len(value)].copy_(value)
-                target[len(value) :].zero_()  # padding of the vocabulary
-    num_bytes = format_size(sum(tensor.num_bytes for tensor in made.values()))
+        for each in loaded:
+            if each.part.existing is not None and not each.part.is_in_place:
+                each.part.existing.copy_(each.tensor)
     init_logger("vllm.bigload").info(  # below vLLM's own, whose messages it shows
-        "rank %d of %d: %s of %s", ranks.rank_in_group, ranks.world_size, num_bytes, checkpoint.name
+        "rank %d of %d has read %s of %s",
+        ranks.rank_in_group,
+        ranks.world_size,
+        format_size(read_bytes),
+        format_size(sum(tensor.num_bytes for tensor in checkpoint.tensors.values())),
     )
 
 
@@ -108,17 +135,3 @@ def _check(
         raise StateDictMismatchError(
             f"vLLM's {model}", missing=missing, unexpected=unexpected, misshapen=sorted(misshapen), hint=hint
         )
-
-
-def _batches(tensors: Iterable[StoredTensor]) -> Iterator[list[str]]:
-    """Yield names of tensors of at most `_BATCH_BYTES` together, a larger one by itself."""
-    names: list[str] = []
-    held = 0
-    for tensor in tensors:
-        if names and held + tensor.num_bytes > _BATCH_BYTES:
-            yield names
-            names, held = [], 0
-        names.append(tensor.name)
-        held += tensor.num_bytes
-    if names:
-        yield names
