@@ -169,7 +169,10 @@ TELLING["HTTPS_PROXY"] = "http://user:my-password@127.0.0.1:9"
 
 def secrets_below(folder):
     written = [path for path in folder.rglob("*") if path.is_file() and folder / "here" not in path.parents]
-    texts = {path: path.read_bytes() + str(path).encode() for path in written}
+    try:
+        texts = {path: path.read_bytes() + str(path).encode() for path in written}
+    except FileNotFoundError:  # a thread that outlives a failed command has renamed a header that it cached
+        return secrets_below(folder)
     return [path for path, text in texts.items() for secret in SECRETS if secret.encode() in text]
 
 
