@@ -8,7 +8,6 @@ original form is made of, in the format of `conversion_to_values`, and the shape
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 
 from bigload.checkpoint.index import read_beside
@@ -16,6 +15,7 @@ from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.checkpoint.source import is_there
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.conversion_file import check_pieces, conversion_from_values, conversion_to_values
+from bigload.conversion.derived import derived_conversion, has_transformers_5
 from bigload.conversion.inverse import inverse_of
 from bigload.conversion.strided_pieces import PiecedTensor
 from bigload.documents import MAX_CONFIG_BYTES, DocumentError, check_schema, parse_json
@@ -59,61 +59,14 @@ _WORDS = {NameScheme.CHECKPOINT: "the original files", NameScheme.TRANSFORMERS: 
 
 def _conversion_of(checkpoint: Checkpoint) -> Conversion:
     """Return what the tensors in memory are made of."""
-    return _checked(_derived(checkpoint), checkpoint)
-
-
-def _derived(checkpoint: Checkpoint) -> Conversion:
-    """Return what the tensors in memory are made of, by the table of classes, which needs no torch, or by transformers.
-
-    Transformers itself is asked in a program that has imported it, which may have registered conversions of its own;
-    where it is newer than the table; and about classes that the table does not know.
-    """
-    # Imported here: a reshard that keeps the names needs neither the table nor what it is read with.
-    from bigload.conversion.checkpoint_conversion import conversion_of_checkpoint
-    from bigload.conversion.model_classes import newer_transformers
-
-    if "transformers" not in sys.modules and newer_transformers() is None:
-        try:
-            return conversion_of_checkpoint(checkpoint)
-        except NamesUnknownError as error:
-            if not _has_transformers_5():
-                hint = "leave the names as they are; or install transformers, which may know more"
-                raise NamesUnknownError(error.message, hint=hint) from None
-    elif not _has_transformers_5():
-        return conversion_of_checkpoint(checkpoint)
-    from bigload.conversion.transformers_checkpoints import conversion_by_transformers
-
-    return conversion_by_transformers(checkpoint)
-
-
-def renamed_by_transformers(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the stored names of tensors that transformers' models only rename, by their names there.
-
-    Nothing where the conversion is not known.
-    """
-    try:
-        conversion = _derived(checkpoint)
-    except NamesUnknownError:
-        return {}
-    stored = {name: as_stored(tensor) for name, tensor in checkpoint.tensors.items()}
-    sources = ((name, tensor, tensor.sources[0]) for name, tensor in conversion.tensors.items() if tensor.sources)
-    return {name: source for name, tensor, source in sources if source in stored and tensor == stored[source]}
-
-
-def _has_transformers_5() -> bool:
-    from importlib import metadata
-
-    try:
-        return int(metadata.version("transformers").partition(".")[0]) >= 5
-    except (metadata.PackageNotFoundError, ValueError):
-        return False
+    return _checked(derived_conversion(checkpoint), checkpoint)
 
 
 def _original_of(checkpoint: Checkpoint) -> Conversion | None:
     """Return what the original tensors are made of, if `checkpoint` has those in memory."""
     if not _changes_nothing(_conversion_of(checkpoint), checkpoint):
         return None
-    if not _has_transformers_5():
+    if not has_transformers_5():
         raise NamesUnknownError(
             f"nothing says what the original tensors of {checkpoint.name} are made of",
             hint=f"install transformers, which knows; folders of reshard --names transformers have {CONVERSION_FILE}",

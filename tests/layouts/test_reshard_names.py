@@ -9,7 +9,7 @@ from piece_moves import bijections
 
 import bigload
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
-from bigload.conversion import model_classes, transformers_checkpoints
+from bigload.conversion import derived, model_classes, transformers_checkpoints
 from bigload.conversion import strided_pieces as pieces
 from bigload.conversion.checkpoint_conversion import conversion_of_checkpoint
 from bigload.conversion.conversion import Conversion, as_stored
@@ -305,7 +305,8 @@ def test_missing_experts_are_refused_before_anything_is_written(tmp_path):
 
 
 def test_without_transformers_unknown_classes_and_folders_of_others_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(names, "_has_transformers_5", lambda: False)
+    for module in (names, derived):
+        monkeypatch.setattr(module, "has_transformers_5", lambda: False)
     folder = make_mixtral(tmp_path / "mixtral")
     config = json.loads((folder / "config.json").read_text())
     reshard(folder, tmp_path / "fused", names="transformers")
@@ -325,7 +326,7 @@ def test_without_transformers_unknown_classes_and_folders_of_others_are_refused(
 @pytest.mark.parametrize("reason", ["newer", "unknown class"])
 def test_transformers_is_asked_where_the_table_may_not_do(reason, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(names, "_has_transformers_5", lambda: True)
+    monkeypatch.setattr(derived, "has_transformers_5", lambda: True)
     monkeypatch.setattr(
         transformers_checkpoints, "conversion_by_transformers", lambda each: asked.append(each) or known
     )
