@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypedDict, TypeVar, Unpack
 
+from bigload.checkpoint.adapter import Adapter, open_adapter
 from bigload.devices import Device
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import OptionError
@@ -56,6 +57,7 @@ class PlanOptions:
         keep_extra_layers: Whether layers that no ordinary forward pass runs are placed too.
         names: Whose names the device map speaks.
         expert_stats: How often experts were used in a recorded run. The most used stay on the device that runs them.
+        lora: Adapters that are loaded beside the model, each beside the modules that it changes.
     """
 
     policy: str = Policy.OPTIMAL
@@ -70,6 +72,7 @@ class PlanOptions:
     keep_extra_layers: bool = False
     names: NameScheme = NameScheme.CHECKPOINT
     expert_stats: ExpertStats | None = None
+    lora: tuple[Adapter, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what contradicts itself.
@@ -126,6 +129,7 @@ class PlanKeywords(TypedDict, total=False):
     mtp: bool
     names: NameScheme | str
     expert_stats: ExpertStats | str | Path | None
+    lora: Sequence[Adapter | str | Path]
 
 
 def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
@@ -133,6 +137,7 @@ def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
 
     Raises:
         OptionError: a word that is not known, a number out of bounds, keywords that contradict each other.
+        AdapterError: a folder of `lora` is no LoRA adapter.
         TypeError: a keyword that is not one of `PlanKeywords`.
     """
     unknown = keywords.keys() - PlanKeywords.__annotations__.keys()
@@ -163,7 +168,14 @@ def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
         keep_extra_layers=_flag("mtp", keywords.get("mtp", False)),
         names=_word("names", keywords.get("names", default.names), NameScheme),
         expert_stats=_stats(keywords.get("expert_stats")),
+        lora=_adapters(keywords.get("lora", ())),
     )
+
+
+def _adapters(value: object) -> tuple[Adapter, ...]:
+    if isinstance(value, str | Path) or not isinstance(value, Sequence):
+        raise OptionError(f"lora has to be a list of folders, not {value!r:.60}")
+    return tuple(each if isinstance(each, Adapter) else open_adapter(each) for each in value)
 
 
 def _stats(value: ExpertStats | str | Path | None) -> ExpertStats | None:

@@ -195,9 +195,11 @@ class Plan:
 
     @property
     def streamed_bytes(self) -> Mapping[Device, int]:
-        """Bytes of weights that are brought to the execution device, by where they come from."""
+        """Bytes of weights, with adapters, that are brought to the execution device, by where they come from."""
         sources = (DISK,) if self.execution_device == CPU else (CPU, DISK)
-        return {source: self.weights_on(source) for source in sources if self.weights_on(source)}
+        # overhead where nothing runs is of adapters, which are brought with the weights that they change
+        uses = (use for use in self.devices if use.device in sources and use.weights_bytes)
+        return {use.device: use.weights_bytes + use.overhead_bytes for use in uses}
 
     @property
     def token_seconds(self) -> float:

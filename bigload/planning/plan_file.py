@@ -397,7 +397,9 @@ def _options(document: Mapping[str, object]) -> PlanOptions:
     """Return the options, checked as those of the command line are, except that sizes are numbers."""
     entry = _typed(document, "options", dict)
     keywords = {
-        key: entry[key] for key in PlanKeywords.__annotations__ if key not in ("policy", "attention", "expert_stats")
+        key: entry[key]
+        for key in PlanKeywords.__annotations__
+        if key not in ("policy", "attention", "expert_stats", "lora")
     }
     keywords["no_split"] = _names(entry, "no_split")
     for key in ("overhead", "disk_bandwidth", "link_bandwidth"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
@@ -15,6 +15,8 @@ from bigload.errors import InvalidPlanError
 from bigload.planning.advice import does_not_fit
 from bigload.planning.budget.budget import MaxMemory, MemoryBudget
 from bigload.planning.choices import Experts, NameScheme
+from bigload.planning.model.adapters import AdapterBytes
+from bigload.planning.model.module_tree import key_above
 from bigload.planning.model.structure import ModelStructure, read_structure
 from bigload.planning.model.units import with_dense_held
 from bigload.planning.notes import notes_on, tie_homes
@@ -33,6 +35,7 @@ from bigload.planning.placement.solve import Solution, place_by, solve
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
 from bigload.planning.policy_registry import policy_named
 from bigload.planning.resident_experts import best_by_uses, checked_layers, expected_units, resident_experts
+from bigload.units import format_size
 
 
 def plan(
@@ -47,14 +50,15 @@ def plan(
     `max_memory` maps devices to sizes, `{"cuda:0": "22GiB", "cpu": "64GiB"}`, or is `"auto"`. What finds no room goes
     to disk, unless `disk=False` (`--no-disk`) or a limit of 0 forbids that. Other keywords are those of the command
     line, with the same defaults: `policy`, `context`, `batch`, `dtype`, `kv_dtype`, `attention`, `overhead`, `balance`,
-    `order`, `experts`, `prefetch`, `no_split`, `mtp`, `names`, `disk_bandwidth`, `link_bandwidth`, `expert_stats`
-    (`PlanOptions` says what they mean).
+    `order`, `experts`, `prefetch`, `no_split`, `mtp`, `names`, `disk_bandwidth`, `link_bandwidth`, `expert_stats`,
+    `lora` (`PlanOptions` says what they mean).
 
     Raises:
         DoesNotFitError: the policy found no placement that keeps every limit; the error says what is short where.
         OptionError: `max_memory` names an unknown device or a size that cannot be read.
         OptionError: a keyword has a value that cannot be, or contradicts another.
         NamesUnknownError: the names asked for are not known.
+        AdapterError: a folder of `lora` is no LoRA adapter, or one for another base.
         CheckpointError: the checkpoint cannot be opened.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
@@ -180,7 +184,13 @@ def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions,
     homes |= tie_homes(structure.ties, homes)
     homes = {name: homes[name] for name in structure.in_execution_order(homes)}
     devices = tuple(_device_uses(budget, options, solution, homes, 0 if resident is None else resident.num_bytes))
+    adapters = [_by_device(adapter, homes) for adapter in structure.adapters]
+    devices = tuple(_with_adapters(use, adapters) for use in devices)
     notes = list(notes_on(structure, budget, options, solution, devices))
+    for adapter, by_device in zip(structure.adapters, adapters, strict=True):
+        places = ", ".join(f"{format_size(size)} on {device}" for device, size in by_device.items())
+        text = f"adapter {adapter.name}: {places}, beside the modules that it changes; counted as overhead"
+        notes.append(PlanNote(code="adapter", text=text))
     renamed = None
     if options.names is not NameScheme.CHECKPOINT:
         from bigload.planning.module_names import in_memory_names, rename_device_map  # imports what few plans need
@@ -192,7 +202,7 @@ def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions,
         checkpoint_path=structure.checkpoint.path,
         total_bytes=structure.checkpoint.total_bytes,
         shards=fingerprint(structure.checkpoint),
-        options=replace(options, expert_stats=None),
+        options=replace(options, expert_stats=None, lora=()),
         execution_device=placement.execution_device,
         homes=homes,
         devices=devices,
@@ -226,6 +236,21 @@ def _device_uses(
             workspace_bytes=load.workspace + extra.get(device, 0) if load else 0,
             modules=tuple(module for module, home in homes.items() if home == device),
         )
+
+
+def _by_device(adapter: AdapterBytes, homes: Mapping[str, Device]) -> dict[Device, int]:
+    """Return the bytes of an adapter by device, in the order of the device map."""
+    by_device: dict[Device, int] = {}
+    for name, num_bytes in adapter.by_tensor.items():
+        if (key := key_above(name, homes)) is not None:  # modules that are left out have no device
+            by_device[homes[key]] = by_device.get(homes[key], 0) + num_bytes
+    return by_device
+
+
+def _with_adapters(use: DeviceUse, adapters: Iterable[Mapping[Device, int]]) -> DeviceUse:
+    """Return a row whose weights are those of the checkpoint, as plan files are checked; adapters are overhead."""
+    beside = sum(by_device.get(use.device, 0) for by_device in adapters)
+    return replace(use, weights_bytes=use.weights_bytes - beside, overhead_bytes=use.overhead_bytes + beside)
 
 
 def _audit(made: Plan, checkpoint: Checkpoint) -> None:

@@ -119,7 +119,7 @@ def adapter_warning(root: Path) -> tuple[CheckpointWarning, ...]:
     targets = config.get("target_modules")
     if isinstance(targets, list) and targets and all(isinstance(each, str) for each in targets):
         of += f", on {', '.join(sorted(targets)):.200}"
-    text = f"this is a {what} {of}, not a model: plan its base model, and load this on top of it (peft)"
+    text = f"this is a {what} {of}, not a model: plan its base model with --lora, and load this on top of it (peft)"
     return (CheckpointWarning(code="adapter", text=text),)
 
 

@@ -14,6 +14,7 @@ from bigload.errors import OptionError
 from bigload.planning.choices import NameScheme
 from bigload.planning.load_dtype import as_loaded
 from bigload.planning.model import families
+from bigload.planning.model.adapters import AdapterBytes, adapter_bytes, with_bytes_beside
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.experts import RoutedExperts, dense_parts, routed_experts
 from bigload.planning.model.kv_cache import BlockCache
@@ -38,6 +39,7 @@ class ModelStructure:
         left_out: Modules, of `left_out_bytes` in all, that no ordinary forward pass runs, and that get no device.
         no_split: Patterns of modules to keep whole, instead of blocks.
         is_fused_in_memory: Whether the runtime streams all experts of a block together.
+        adapters: Bytes of adapters, which the sizes of tensors in `root` include.
     """
 
     checkpoint: Checkpoint
@@ -48,6 +50,7 @@ class ModelStructure:
     left_out_bytes: int
     no_split: tuple[str, ...] = ()
     is_fused_in_memory: bool = False
+    adapters: tuple[AdapterBytes, ...] = ()
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -151,7 +154,7 @@ class ModelStructure:
 
     def loaded_as(self, dtype: DType | None) -> ModelStructure:
         """Return the structure with the sizes that tensors have when weights are converted to `dtype`."""
-        root = build_tree(as_loaded(self.checkpoint.tensors, dtype))
+        root = build_tree(with_bytes_beside(as_loaded(self.checkpoint.tensors, dtype), self.adapters))
         kept = without(root, self.left_out)
         return replace(self, root=kept, left_out_bytes=root.num_bytes - kept.num_bytes)
 
@@ -188,21 +191,25 @@ def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructu
 
     Raises:
         OptionError: a pattern of `options.no_split` matches no module.
+        AdapterError: an adapter is for another base.
         CheckpointError: tied tensors cannot be compared.
     """
     config = ModelConfig(checkpoint.config)
-    root = build_tree(as_loaded(checkpoint.tensors, options.workload.load_dtype))
+    ties = find_ties(checkpoint)
+    adapters = tuple(adapter_bytes(each, checkpoint, ties) for each in options.lora)
+    root = build_tree(with_bytes_beside(as_loaded(checkpoint.tensors, options.workload.load_dtype), adapters))
     left_out = () if options.keep_extra_layers else extra_layers(root, config)
     kept = without(root, left_out)
     structure = ModelStructure(
         checkpoint=checkpoint,
         config=config,
         root=kept,
-        ties=_present(find_ties(checkpoint), left_out),
+        ties=_present(ties, left_out),
         left_out=left_out,
         left_out_bytes=root.num_bytes - kept.num_bytes,
         no_split=options.no_split,
         is_fused_in_memory=options.names is NameScheme.TRANSFORMERS,
+        adapters=adapters,
     )
     _check_patterns(structure)
     return structure

@@ -123,6 +123,10 @@ def plan(
             help="Keep the experts resident that bigload run --experts found most used.",
         ),
     ] = None,
+    lora: Annotated[
+        list[Path] | None,
+        typer.Option("--lora", metavar="DIR", help="Count a LoRA adapter of PEFT beside the model. Repeat for more."),
+    ] = None,
     prefetch: Annotated[
         bool, typer.Option("--prefetch", help="Keep room for a second streamed module, to arrive meanwhile.")
     ] = False,
@@ -191,6 +195,7 @@ def plan(
         mtp=mtp,
         names=names,
         expert_stats=expert_stats,
+        lora=lora or (),
     )
     asked = questions.Question(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
     asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)

@@ -108,6 +108,8 @@ def _refusal(details: PlanDetails) -> str | None:
         return f"The page places by the optimal policy, and this plan is of the {details.options.policy} policy."
     if details.options.expert_stats is not None:
         return "The page does not place experts one by one, by their recorded uses."
+    if details.options.lora:
+        return "The page does not count adapters."
     return None if 0 < len(details.solution.problem.units) <= MAX_UNITS else _TOO_MANY
 
 
@@ -249,3 +251,4 @@ def _wishes(options: PlanOptions) -> Iterator[str]:
         yield "--mtp"
     if options.expert_stats is not None:
         yield "--expert-stats FILE"
+    yield from (f"--lora {argument(adapter.path)}" for adapter in options.lora)
