@@ -27,6 +27,7 @@ from bigload.checkpoint.formats.registry import (
 )
 from bigload.checkpoint.formats.unsupported import (
     adapter_warning,
+    refuse_deepspeed,
     refuse_other_file,
     refuse_other_folder,
 )
@@ -265,6 +266,7 @@ def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
         if main.endswith(".index.json"):
             return _open_sharded(root, main, path)
         return _open_files(root, None, [main], path)
+    refuse_deepspeed(root, path, names)
     what_else = _what_else(root, listed)
     files = _files_of_first_form(names)
     is_split = bool(files) and files[0].endswith(".gguf") and set(files) == set(split_files(files[0]))

@@ -105,6 +105,36 @@ def refuse_other_folder(shown: str, names: Sequence[str]) -> None:
         raise UnsupportedFormatError(shown, text, hint="download it whole, or name its base model")
 
 
+def refuse_deepspeed(root: Path, shown: str, names: Sequence[str]) -> None:
+    """Raise if a folder with the files `names` is what DeepSpeed ZeRO saved: weights in parts, beside optimizer states.
+
+    Such a folder has `zero_to_fp32.py` and `latest`, the name of the folder with `*_optim_states.pt`.
+
+    Raises:
+        UnsupportedFormatError: it is.
+    """
+    parts = [name for name in names if name.endswith("_optim_states.pt")]
+    if not parts and "zero_to_fp32.py" not in names and not _names_a_step(root, names):
+        return
+    found = [*parts[:2], *(name for name in ("zero_to_fp32.py", "latest") if name in names)]
+    outer = " one folder above," if parts else ""
+    raise UnsupportedFormatError(
+        shown,
+        f"it is a checkpoint of DeepSpeed ZeRO ({', '.join(found)}), whose ranks hold flat parts of the weights",
+        hint=f"DeepSpeed joins them:{outer} python zero_to_fp32.py . OUT --safe_serialization; then name OUT",
+    )
+
+
+def _names_a_step(root: Path, names: Sequence[str]) -> bool:
+    """Return whether `latest` names a folder as DeepSpeed does by default."""
+    if "latest" not in names:
+        return False
+    try:
+        return read_beside(root / "latest", max_bytes=1024).startswith(b"global_step")
+    except (OSError, ValueError):
+        return False
+
+
 def adapter_warning(root: Path) -> tuple[CheckpointWarning, ...]:
     """Return what to know if the checkpoint in `root` is an adapter of PEFT, which is no model by itself."""
     config = _json_of(root / ADAPTER_FILE)

@@ -52,6 +52,40 @@ def test_a_file_too_short_for_any_format_is_no_crash(tmp_path):
         open_checkpoint(tmp_path / "model.safetensors")
 
 
+DEEPSPEED = {
+    "root": {"zero_to_fp32.py": "", "latest": "global_step100", "rng_state_0.pth": "", "scheduler.pt": ""},
+    "without the script": {"latest": "global_step100", "config.json": "{}"},
+    "step": {
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": "",
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": "",
+        "mp_rank_00_model_states.pt": "",
+    },
+}
+
+
+@pytest.mark.parametrize("files", DEEPSPEED.values(), ids=DEEPSPEED)
+def test_a_folder_of_deepspeed_is_named(tmp_path, files):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UnsupportedFormatError, match="it is a checkpoint of DeepSpeed ZeRO") as refused:
+        open_checkpoint(tmp_path)
+    assert "python zero_to_fp32.py . OUT --safe_serialization" in refused.value.hint
+
+
+def test_a_whole_model_beside_deepspeed_files_is_read(tmp_path):
+    """The Trainer saves both, with `stage3_gather_16bit_weights_on_model_save`."""
+    folder = make_checkpoint(tmp_path / "model")
+    for name, text in DEEPSPEED["root"].items():
+        (folder / name).write_text(text)
+    assert open_checkpoint(folder).tensors
+
+
+def test_another_file_named_latest_says_nothing(tmp_path):
+    (tmp_path / "latest").write_text("v2")
+    with pytest.raises(CheckpointNotFoundError):
+        open_checkpoint(tmp_path)
+
+
 def make_adapter(folder, config):
     folder.mkdir()
     write_shard(folder / "adapter_model.safetensors", {"base_model.model.q_proj.lora_A.weight": ("F32", [8, 4])})
