@@ -45,8 +45,9 @@ class DistributedFolder:
             for chunk in tensor.chunks:
                 self.files.setdefault(chunk.file, []).append((name, chunk))
         self.pieces = {name: [] for name in self.tensors}
+        hint = "" if self.all_tensors else "; reshard --all-tensors writes the tensors among them too"
         shard = _shard(file, num_bytes, [(0, num_bytes)], hashlib.sha256(raw).hexdigest())
-        return ShardHeader(shard=shard, tensors={}, warnings=left_out(file, rest))
+        return ShardHeader(shard=shard, tensors={}, warnings=left_out(file, rest, hint=hint))
 
     def read_items(self, read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
         """Read the headers of the items in one of `files` (`registry.ReadHeader`)."""

@@ -263,12 +263,12 @@ def _is_row_by_row(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def left_out(file: str, keys: Iterable[str]) -> tuple[CheckpointWarning, ...]:
+def left_out(file: str, keys: Iterable[str], *, hint: str = "") -> tuple[CheckpointWarning, ...]:
     """Return the warning that `file` holds values by these `keys` that are no weights; none without keys."""
     names = list(keys)
     if not names:
         return ()
     more = ", …" if len(names) > _MAX_NAMED else ""
     listed = ", ".join(f"{name!r:.50}" for name in names[:_MAX_NAMED])
-    text = f"{file} also holds {counted(len(names), 'value')} that are no weights: {listed}{more}"
+    text = f"{file} also holds {counted(len(names), 'value')} that are no weights: {listed}{more}{hint}"
     return (CheckpointWarning(code="not-weights", text=text),)

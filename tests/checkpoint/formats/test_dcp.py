@@ -37,6 +37,9 @@ def test_the_model_is_read_under_its_own_names(folder):
     }
     assert opened.total_bytes == opened.stored_bytes == sum(tensor.nbytes for tensor in expected.values())
     assert "that are no weights: 'optim." in opened.warnings[0].text
+    assert "--all-tensors" in opened.warnings[0].text
+    again = bigload.open_checkpoint(folder, all_tensors=True).warnings
+    assert not any("--all-tensors" in warning.text for warning in again)
     equal(dict(bigload.load(folder)), expected)
 
 
