@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.checkpoint.formats import restricted_unpickler as unpickler_module
@@ -455,7 +455,6 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("hostile")
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     pickled=st.binary(max_size=60)
     | st.lists(st.sampled_from([bytes((code,)) for code in b"NK(]})qhtuasebRQ.\x85\x86\x87\x88"]), max_size=30).map(
@@ -467,7 +466,6 @@ def test_random_bytes_as_a_pickle_raise_nothing_but_our_errors(folder, pickled):
         open_checkpoint(archive(folder / "a.bin", b"\x80\2" + pickled + b"."))
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4),
     fix=st.booleans(),

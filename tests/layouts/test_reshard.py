@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -370,7 +370,6 @@ def small_checkpoints(draw):
     return split({name: tensors[name] for name in names}, shards), llama_config(tied=tied)
 
 
-@settings(max_examples=25)
 @given(
     small_checkpoints(),
     st.tuples(st.integers(300, 5000), st.integers(1, 3000)),

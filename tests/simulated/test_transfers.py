@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lock_interrupts import assert_leaves_no_lock
 
@@ -175,7 +175,6 @@ def test_a_device_without_streams_is_copied_to_at_once(simulation, monkeypatch):
     assert all(transfer.is_blocking for transfer in simulation.transfers)
 
 
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     count=st.integers(1, 3_000),

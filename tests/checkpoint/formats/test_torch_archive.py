@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
@@ -91,7 +91,6 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("torch")
 
 
-@settings(deadline=None, max_examples=40)
 @given(state=state_dicts(), protocol=st.sampled_from([2, 2, 3, 4, 5]))
 def test_every_tensor_has_the_bytes_that_torch_gives_it(folder, state, protocol):
     path = saved(folder / "a.bin", state, pickle_protocol=protocol)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from safetensors.torch import load_file
@@ -79,7 +79,6 @@ def models(draw):
     return tensors, config, tp, {"attn.qkv": kind, "attn.k_proj": "colwise", **used}
 
 
-@settings(max_examples=60)
 @given(models(), st.sampled_from([None, 64, 10**9]))
 def test_all_ranks_together_are_the_checkpoint(tmp_path_factory, model, max_shard_bytes):
     tensors, config, tp, rules = model

@@ -8,7 +8,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import bigload
@@ -119,7 +119,6 @@ def test_a_folder_may_be_moved_and_named_by_a_link(folder, tmp_path):
     assert verify(str(tmp_path / "link")).ok
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_any_flipped_bit_of_any_file_is_found_and_its_file_and_tensor_named(shared_folder, data):
     file = data.draw(st.sampled_from([file for file in FILES if file != EMPTY]))

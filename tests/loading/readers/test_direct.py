@@ -65,7 +65,7 @@ def requests(draw):
     return offset, sizes
 
 
-@settings(suppress_health_check=list(HealthCheck), max_examples=30)
+@settings(suppress_health_check=list(HealthCheck))
 @given(request=requests(), shift=st.sampled_from([0, 1, 64, 512, 1000]), block=st.sampled_from([4096, UNIT, 8 * UNIT]))
 def test_any_bytes_into_any_buffers_are_those_of_the_file(stored, request, shift, block):
     path, content = stored

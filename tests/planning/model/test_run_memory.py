@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.planning.choices import Attention
@@ -184,7 +184,6 @@ PARTS = [
 TAILS = ["", ".weight", ".bias", ".qweight", ".scales", ".weight.absmax"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     config=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=12),
     shapes=st.dictionaries(st.tuples(st.integers(0, 3), st.sampled_from(PARTS), st.sampled_from(TAILS)), SHAPES),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bigload.devices import CPU
@@ -47,7 +47,6 @@ def budgets(draw):
     return MemoryBudget.of(named, use_disk=draw(st.booleans()))
 
 
-@settings(deadline=None, max_examples=40)
 @given(budget=budgets(), batch=st.sampled_from([1, 3]), any_order=st.booleans())
 def test_so_many_tokens_fit_and_one_more_does_not(budget, batch, any_order):
     options = options_of(overhead=0, batch=batch, order="any" if any_order else "keep")
@@ -64,7 +63,6 @@ def test_so_many_tokens_fit_and_one_more_does_not(budget, batch, any_order):
     assert more is None or more[0] > base[0]
 
 
-@settings(deadline=None, max_examples=40)
 @given(budget=budgets(), one=st.integers(0, 5_000), other=st.integers(0, 5_000))
 def test_a_longer_context_never_costs_less_and_never_needs_less(budget, one, other):
     shorter, longer = sorted((one, other))
