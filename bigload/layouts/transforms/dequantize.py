@@ -21,6 +21,7 @@ from bigload.layouts.transforms.packed_modules import unpacked_modules
 from bigload.units import counted
 
 _STORED = ("F8_E4M3", "F8_E5M2", "I8")
+_FLOATS_OF_8_BITS = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("weight_scale_inv", "weight_scale")
 _BESIDE = (*_SCALES, "weight_zero_point", "weight_shape", "activation_scale", "input_scale", "k_scale", "v_scale")
 _SCALE_DTYPES = ("F32", "F16", "BF16", "F8_E8M0")
@@ -64,7 +65,8 @@ class Dequantize:
 
         Raises:
             OptionError: nothing is quantised.
-            UnsupportedFormatError: the weights are packed by a method that is not undone here.
+            UnsupportedFormatError: the weights are packed by a method that is not undone here, or some would stay 8-bit
+                floats.
             InvalidCheckpointError: numbers have no scale, or scales of another shape.
         """
         checkpoint = found.checkpoint
@@ -91,6 +93,15 @@ class Dequantize:
             )
         if not made:
             raise OptionError.of("dequantize", self.dtype.name, "a quantised checkpoint: no weights of this one are")
+        left = [name for name, each in tensors.items() if each.dtype.name in _FLOATS_OF_8_BITS and name not in made]
+        left = [name for name in left if name not in replaced and name.rpartition(".")[2] not in _BESIDE]
+        if left:  # without quantization_config, readers would take their numbers for the weights
+            raise UnsupportedFormatError(
+                checkpoint.path,
+                f"{counted(len(left), 'tensor')} would stay quantised, for one {left[0]} ({tensors[left[0]].dtype})",
+                hint="experts that --names transformers fuses and tensors in several parts are not dequantised: write "
+                "plain weights first (reshard --dequantize bf16), then reshard those",
+            )
         note = f"{counted(len(made), 'weight')} dequantised to {self.dtype.name}"
         result = found.with_tensors(_plain(tensors, made, replaced), notes=[note])
         config = {key: value for key, value in (checkpoint.config or {}).items() if key != "quantization_config"}

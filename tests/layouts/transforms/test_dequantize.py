@@ -107,6 +107,16 @@ def test_ranks_get_parts_of_plain_weights(tmp_path):
             InvalidCheckpointError,
             "a.weight is F8_E4M3 and has scales in U8",
         ),
+        (  # names of transformers: no module of its own has the scale
+            {
+                "a.weight": _float8(4, 4),
+                "a.weight_scale": torch.ones(4, 1),
+                "experts.down_proj": _float8(2, 4, 4),
+                "experts.down_proj_scale_inv": torch.ones(2, 1, 1),
+            },
+            UnsupportedFormatError,
+            r"1 tensor would stay quantised, for one experts.down_proj \(F8_E4M3\)",
+        ),
         ({"a.SCB": torch.ones(4), "a.weight": _float8(4, 4)}, UnsupportedFormatError, "not dequantised here"),
         (
             {"a.weight_packed": torch.ones(4, 4, dtype=torch.int32), "a.weight_scale": torch.ones(4, 1)},
