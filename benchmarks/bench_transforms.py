@@ -4,7 +4,8 @@
 
 `lora`: an adapter merged into a Llama in bfloat16, beside PEFT's `merge_and_unload` with `save_pretrained`. `gguf`: a
 file in Q4_K written as bfloat16, beside gguf-py's `dequantize`, tensor by tensor, with `save_file`; `--gib` is the size
-of the result. `lora-plain` is a reshard of the same bytes that changes nothing. Each run is a process of its own,
+of the result. `lora-plain` is a reshard of the same bytes that changes nothing. `gptq` and `mxfp4`: packed weights
+written as bfloat16, beside a reshard of as many bytes that changes nothing. Each run is a process of its own,
 start and imports included, in rotating order; sources are in the page cache, the first round is not counted.
 Needs transformers, peft and gguf. Nothing here decides a test.
 """
@@ -13,6 +14,7 @@ Needs transformers, peft and gguf. Nothing here decides a test.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
 import struct
@@ -22,9 +24,13 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bigload.units import GIB, MIB, format_size
 from harness import Goal, in_rounds
+
+if TYPE_CHECKING:
+    import torch
 
 WIDTH, INNER, VOCABULARY = 2048, 5632, 4096
 LAYER_BYTES = 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER)
@@ -74,13 +80,17 @@ pathlib.Path(sys.argv[-1], "peak").write_text(str(peak))
 
 
 def show(runs: dict[str, list[dict[str, float]]], faster: float, memory: float) -> None:
-    """Print medians, and the ratios of the first contender, bigload, to the second."""
+    """Print medians, and the ratios of the first contender, bigload, to the second; `memory` above 1 is in MiB."""
     for name, found in runs.items():
         seconds, peak = (statistics.median(run[key] for run in found) for key in ("seconds", "peak"))
         print(f"  {name:<14} {seconds:7.2f} s  peak {peak / MIB:7.0f} MiB")
     ours, theirs = list(runs.values())[:2]
     ratios = [b["seconds"] / a["seconds"] for a, b in zip(ours, theirs, strict=True)]
     print(Goal(text=f"faster ({min(ratios):.2f} to {max(ratios):.2f})", value=statistics.median(ratios), bound=faster))
+    if memory > 1:
+        peak = max(run["peak"] for run in ours) / MIB
+        print(Goal(text="MiB at most", value=peak, bound=memory, is_least=False))
+        return
     part = max(run["peak"] for run in ours) / min(run["peak"] for run in theirs)
     print(Goal(text="its part of their memory", value=part, bound=memory, is_least=False))
 
@@ -117,6 +127,53 @@ def make_gguf(folder: Path, layers: int) -> None:
     blocks = numpy.random.default_rng(0).integers(0, 256, (count, 144), dtype=numpy.uint8)
     blocks[:, :4] = numpy.frombuffer(struct.pack("<2e", 0.01, 0.02), dtype=numpy.uint8)
     (folder / "model.gguf").write_bytes(whole[: len(whole) - blocks.nbytes] + blocks.tobytes())
+
+
+def make_gptq(folder: Path, layers: int) -> None:
+    """Write the layers of a Llama in GPTQ, 4 bits in groups of 128, and as many bytes in bfloat16."""
+    import torch
+
+    packed, plain = {}, {}
+    for layer in range(layers):
+        sizes = dict.fromkeys(("q", "k", "v", "o"), (WIDTH, WIDTH)) | dict.fromkeys(("up", "gate"), (INNER, WIDTH))
+        for name, (outputs, inputs) in (sizes | {"down": (WIDTH, INNER)}).items():
+            module = f"model.layers.{layer}.{name}_proj"
+            for part, shape in {"qweight": (inputs // 8, outputs), "qzeros": (inputs // 128, outputs // 8)}.items():
+                packed[f"{module}.{part}"] = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+            packed[f"{module}.scales"] = torch.rand(inputs // 128, outputs).half()
+            plain[f"{module}.weight"] = torch.randn(outputs, inputs, dtype=torch.bfloat16)
+    _save(folder, packed, plain, {"quant_method": "gptq", "bits": 4, "group_size": 128})
+
+
+def make_mxfp4(folder: Path, layers: int) -> None:
+    """Write experts in MXFP4, of the size of gpt-oss, and as many bytes in bfloat16."""
+    import torch
+
+    packed, plain = {}, {}
+    outputs, groups = 2880, 90
+    for number in range(max(layers * LAYER_BYTES // (8 * outputs * groups * 64), 1)):
+        module = f"model.layers.{number}.mlp.experts.down_proj"
+        packed[f"{module}_blocks"] = torch.randint(0, 256, (8, outputs, groups, 16), dtype=torch.uint8)
+        packed[f"{module}_scales"] = torch.randint(110, 130, (8, outputs, groups), dtype=torch.uint8)
+        plain[module] = torch.randn(8, groups * 32, outputs, dtype=torch.bfloat16)
+    _save(folder, packed, plain, {"quant_method": "mxfp4"})
+
+
+def _save(folder: Path, packed: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], method: object) -> None:
+    from safetensors.torch import save_file
+
+    for name, tensors in {"packed": packed, "base": plain}.items():
+        (folder / name).mkdir()
+        save_file(tensors, folder / name / "model.safetensors")
+        settings = {"quantization_config": method} if tensors is packed else {}
+        (folder / name / "config.json").write_text(json.dumps({"model_type": "llama"} | settings))
+
+
+def dequantize_by_bigload(folder: Path, out: Path) -> None:
+    """Unpack while resharding."""
+    import bigload
+
+    bigload.reshard(folder / "packed", out, layout="shards", transforms=[bigload.Dequantize()])
 
 
 def merge_by_bigload(folder: Path, out: Path) -> None:
@@ -173,10 +230,14 @@ CONTENDERS = {
     "lora-plain": copy_by_bigload,
     "gguf-bigload": decode_by_bigload,
     "gguf-gguf-py": decode_by_gguf,
+    "unpack-bigload": dequantize_by_bigload,
+    "unpack-plain": copy_by_bigload,
 }
 KINDS = {
     "lora": (make_lora, ["lora-bigload", "lora-peft", "lora-plain"], (3, 0.1)),
     "gguf": (make_gguf, ["gguf-bigload", "gguf-gguf-py"], (1, 1)),
+    "gptq": (make_gptq, ["unpack-bigload", "unpack-plain"], (0.5, 512)),
+    "mxfp4": (make_mxfp4, ["unpack-bigload", "unpack-plain"], (0.5, 512)),
 }
 """What to write first, who runs, and how much faster and with which part of the memory bigload should be."""
 

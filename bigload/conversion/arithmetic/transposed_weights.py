@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from functools import cache
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import TensorInfo
@@ -75,29 +75,32 @@ class PackedIntegers:
             raise CheckpointError(f"a scale in {self.scales.name} is not finite", hint="download the checkpoint again")
         packed = slice(start * self.bits // 32, -(-stop * self.bits // 32))
         if self.is_awq:
-            numbers, zero = _awq_columns(words[:, packed]), _awq_columns(zeros[:, packed])
+            numbers, zero = _awq_rows(words[:, packed]), _awq_rows(zeros[:, packed])
         else:
-            numbers = _stream(words[:, start:stop], self.bits)
-            zero = _stream(zeros[:, packed].t(), self.bits).t()
+            numbers = _stream(words[:, start:stop].t().contiguous(), self.bits)
+            zero = _stream(zeros[:, packed].contiguous(), self.bits).t().contiguous()
         if self.is_less_one:
-            zero = (zero + 1).remainder(1 << self.bits)
-        if groups and not self._follow_each_other(groups[0].flatten()):
-            index = groups[0].flatten()
-            return ((numbers - zero.index_select(0, index)) * scale.index_select(0, index)).t()
-        inputs, size = numbers.shape[0], self.group_size
-        for group in range(len(scale)):
-            rows = numbers[group * size : min((group + 1) * size, inputs)]
-            rows.sub_(zero[group]).mul_(scale[group])
-        return numbers.t()
+            zero = zero.add_(1).remainder_(1 << self.bits)
+        scale = scale.t().contiguous()
+        index = self._group_of_inputs(groups)
+        if index is None:
+            parts = numbers.view(len(numbers), scale.shape[1], self.group_size)
+            parts.sub_(zero.unsqueeze(-1)).mul_(scale.unsqueeze(-1))
+            return numbers
+        return numbers.sub_(zero.index_select(1, index)).mul_(scale.index_select(1, index))
 
-    def _follow_each_other(self, groups: torch.Tensor) -> bool:
+    def _group_of_inputs(self, groups: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the group of each input, [inputs]; `None` where groups of one size follow each other."""
         import torch
 
+        inputs = self.words.shape[0] if self.is_awq else self.words.shape[0] * 32 // self.bits
         count = self.scales.shape[0]
-        if bool(((groups < 0) | (groups >= count)).any()):
+        usual = torch.arange(inputs, dtype=torch.int32) // self.group_size
+        found = groups[0].flatten().int() if groups else usual
+        if bool(((found < 0) | (found >= count)).any()):
             assert self.groups is not None
             raise CheckpointError(f"{self.groups.name} names groups beyond the {count} of {self.scales.name}")
-        return bool(torch.equal(groups, torch.arange(len(groups), dtype=groups.dtype) // self.group_size))
+        return None if inputs == count * self.group_size and torch.equal(found, usual) else found
 
 
 @dataclass(frozen=True)
@@ -153,36 +156,54 @@ class TransposedMxfp4:
         if bool((scales == 255).any()):
             raise CheckpointError(f"a scale in {self.scales.name} is no number", hint="download the checkpoint again")
         outputs, groups, _ = blocks.shape
-        pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])
-        # A pair of float32 is looked up as one number of 64 bits.
-        values = pairs.view(torch.int64).flatten().index_select(0, blocks.flatten().int()).view(torch.float32)
-        # ldexp makes the power of two in float32, where 2**-127 is still a number.
-        values = values.view(outputs, groups, 32) * torch.pow(2.0, scales.int() - 127).unsqueeze(-1)
+        values = _pairs().index_select(0, blocks.flatten().int()).view(torch.float32).view(outputs, groups, 32)
+        values.mul_(torch.pow(2.0, scales.int() - 127).unsqueeze(-1))  # in float32, where 2**-127 is a number
         return values.view(outputs, groups * 32).t()
 
 
+@cache
+def _pairs() -> torch.Tensor:
+    """Return the two numbers of each byte, float32, as one of 64 bits, which is looked up at once."""
+    import torch
+
+    return torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)]).view(torch.int64).flatten()
+
+
 def _stream(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return float32 numbers [words * 32 / bits, columns] of words [words, columns]: streams of bits by column."""
+    """Return float32 numbers [rows, words * 32 / bits] of words [rows, words]: a stream of bits in each row."""
     import torch
 
-    each = bits // gcd(bits, 32)  # words after which numbers begin at the same bits again
-    count, mask = each * 32 // bits, (1 << bits) - 1
-    words = words.reshape(-1, each, words.shape[1])
-    numbers = torch.empty(len(words), count, words.shape[2])
-    for index in range(count):
-        word, shift = divmod(index * bits, 32)
-        found = (words[:, word] >> shift) & min(mask, (1 << (32 - shift)) - 1)  # the sign fills from above
-        if shift + bits > 32:
-            found |= (words[:, word + 1] << (32 - shift)) & mask
-        numbers[:, index] = found
-    return numbers.flatten(0, 1)
+    if bits == 3:
+        return _stream_of_3_bits(words)
+    each = 8 // bits  # a byte is spread to as many
+    wide = words.view(torch.uint8).to({1: torch.uint8, 2: torch.int16, 4: torch.int32}[each])
+    spread, mask = wide, (1 << bits) - 1
+    for index in range(1, each):
+        spread = spread | (wide << ((8 - bits) * index))
+        mask |= ((1 << bits) - 1) << (8 * index)
+    return (spread & mask if each > 1 else spread).view(torch.uint8).float()
 
 
-def _awq_columns(words: torch.Tensor) -> torch.Tensor:
-    """Return float32 numbers [rows, words * 8] of words [rows, words]."""
+def _stream_of_3_bits(words: torch.Tensor) -> torch.Tensor:
     import torch
 
-    numbers = torch.empty(*words.shape, len(_AWQ_ORDER))
-    for position, column in enumerate(_AWQ_ORDER):
-        numbers[:, :, column] = (words >> (4 * position)) & 15
+    words = words.view(len(words), -1, 3)
+    numbers = torch.empty(*words.shape[:2], 32)
+    for index in range(32):
+        word, shift = divmod(index * 3, 32)
+        found = (words[:, :, word] >> shift) & ((1 << min(3, 32 - shift)) - 1)  # the sign fills from above
+        if shift > 32 - 3:
+            found |= (words[:, :, word + 1] << (32 - shift)) & 7
+        numbers[:, :, index] = found
     return numbers.flatten(1)
+
+
+def _awq_rows(words: torch.Tensor) -> torch.Tensor:
+    """Return float32 numbers [words * 8, rows] of words [rows, words]."""
+    import torch
+
+    words = words.t().contiguous()
+    numbers = torch.empty(len(words), len(_AWQ_ORDER), words.shape[1])
+    for position, column in enumerate(_AWQ_ORDER):
+        numbers[:, column] = (words >> (4 * position)) & 15
+    return numbers.flatten(0, 1)
