@@ -23,6 +23,7 @@ from bigload.layouts.layout import LayoutRequest
 from bigload.layouts.names import CONVERSION_FILE, named_tensors
 from bigload.layouts.options import DEFAULTS, REMOTE_THREADS, ReshardOptions
 from bigload.layouts.output import Output
+from bigload.layouts.scale_checks import check_scales
 from bigload.layouts.selection import lay_out, open_source, recorded_options
 from bigload.layouts.side_files import CONFIG_FILE, SideFile, files_beside, is_single_file
 from bigload.layouts.tensors_to_write import TensorsToWrite
@@ -201,6 +202,7 @@ def prepare_output(
     with SourceFiles(checkpoint, files=files) as sources:
         sources.check_available()
         identities = sources.identities()  # before reading, so that a later change is noticed
+        check_scales(sources, output)
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
     recipe = _recipe(output, identities)
     sizes = _sizes(output, ranges, side_files)

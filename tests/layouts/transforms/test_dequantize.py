@@ -6,7 +6,7 @@ import pytest
 
 import bigload
 from bigload.dtypes import DTYPES
-from bigload.errors import BigloadError, InvalidCheckpointError, OptionError, UnsupportedFormatError
+from bigload.errors import CheckpointError, InvalidCheckpointError, OptionError, UnsupportedFormatError
 from bigload.layouts.transforms.dequantize import Dequantize
 
 torch = pytest.importorskip("torch")
@@ -131,11 +131,14 @@ def test_what_cannot_be_undone_is_refused(tmp_path, tensors, error, message):
     assert not list(tmp_path.glob("out*"))
 
 
-def test_scales_that_are_no_numbers_publish_nothing(tmp_path):
-    tensors = {"a.weight": _float8(4, 4), "a.weight_scale": torch.tensor(float("nan"))}
-    with pytest.raises(BigloadError, match=r"a scale in a.weight_scale is not finite"):
-        bigload.reshard(_saved(tmp_path / "in", tensors), tmp_path / "out", transforms=[Dequantize()])
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_scales_that_are_no_numbers_are_found_before_the_first_write(tmp_path, value):
+    scale = torch.ones(4, 1)
+    scale[2] = float(value)
+    source = _saved(tmp_path / "in", {"a.weight": _float8(4, 4), "a.weight_scale": scale})
+    with pytest.raises(CheckpointError, match=r"a scale in a.weight_scale is not finite"):
+        bigload.reshard(source, tmp_path / "out", transforms=[Dequantize()])
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize("text", ["int8", "f64", "nonsense", ""])

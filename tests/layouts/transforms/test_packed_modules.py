@@ -7,7 +7,7 @@ import pytest
 import bigload
 from bigload.conversion import computed_tensor
 from bigload.dtypes import DTYPES
-from bigload.errors import BigloadError, InvalidCheckpointError
+from bigload.errors import BigloadError, CheckpointError, InvalidCheckpointError
 from bigload.layouts.transforms import packed_modules
 from bigload.layouts.transforms.dequantize import Dequantize
 from bigload.loading.staging import row_computer
@@ -211,14 +211,15 @@ def test_what_does_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
     assert computed_tensor.MOST_RECENT_BYTES == 256 * 2**20
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_scales_that_are_no_numbers_publish_nothing(tmp_path, scale):
-    tensors, _ = _gptq(4, 128, 64, 32)
-    tensors["a.scales"][3, 5] = scale
-    source = _saved(tmp_path / "in", tensors, {"quant_method": "gptq", "bits": 4, "group_size": 32})
-    with pytest.raises(BigloadError, match=r"a scale in a.scales is not finite"):
+@pytest.mark.parametrize("is_mxfp4", [True, False])
+def test_scales_that_are_no_numbers_are_found_before_the_first_write(tmp_path, is_mxfp4):
+    tensors, _ = _mxfp4(2, 40, 3) if is_mxfp4 else _gptq(4, 128, 64, 32)
+    name = "mlp.down_proj_scales" if is_mxfp4 else "a.scales"
+    tensors[name].view(-1)[77] = 255 if is_mxfp4 else float("nan")
+    source = _saved(tmp_path / "in", tensors, {"quant_method": "mxfp4" if is_mxfp4 else "gptq"})
+    with pytest.raises(CheckpointError, match=f"a scale in {name} is not finite"):
         bigload.reshard(source, tmp_path / "out", transforms=[Dequantize()])
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_groups_that_do_not_exist_publish_nothing(tmp_path):
