@@ -23,17 +23,6 @@ def cached_profile(path: str | Path) -> MachineProfile | None:
     return None
 
 
-def why_not_cached(path: str | Path) -> str:
-    """Return why `cached_profile` has nothing, as half a sentence."""
-    hardware = hardware_of(Path(path))
-    with suppress(OSError):
-        if _entry(path).exists():
-            return f"{_entry(path)} is no profile"
-        if any(profiles_folder().iterdir()):
-            return f"only other hardware or file systems than {hardware} have been measured"
-    return f"{hardware} has not been measured"
-
-
 def keep_profile(path: str | Path, profile: MachineProfile) -> Path | None:
     """Keep `profile` for this hardware and the file system of `path`; return its file, `None` if there can be none."""
     entry = _entry(path)

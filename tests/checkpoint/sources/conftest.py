@@ -2,7 +2,9 @@
 
 import pytest
 
+from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.sources import http
+from bigload.machine.activities import NO_RECORDER
 from hub_server import served_hub
 
 
@@ -30,3 +32,11 @@ def served(tmp_path, monkeypatch, clock):
     monkeypatch.chdir(tmp_path)
     with served_hub(monkeypatch, tmp_path / "cache", sleep=clock.sleep) as server:
         yield server
+
+
+@pytest.fixture
+def source(location):
+    """The byte source of the file that the `location` of a test names."""
+    source = scheme_of(location).open(location, NO_RECORDER)
+    yield source
+    source.close()

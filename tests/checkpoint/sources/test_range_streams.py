@@ -23,13 +23,6 @@ def location(served, tmp_path):
     return Path(served.serve("files", tmp_path / "files")) / "a.bin"
 
 
-@pytest.fixture
-def source(location):
-    source = scheme_of(location).open(location, NO_RECORDER)
-    yield source
-    source.close()
-
-
 def read(source, start, stop):
     buffer = bytearray(stop - start)
     source.read_into([memoryview(buffer)[:1], memoryview(buffer)[1:]], start)
