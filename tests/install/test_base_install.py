@@ -167,3 +167,10 @@ def test_the_extras_that_errors_name_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert named
     assert named <= set(project["optional-dependencies"])
+
+
+def test_python_m_bigload_is_the_program(base):
+    script = base.bigload("inspect --json tiny")
+    module = base.run("python", "-m", "bigload", "inspect", "--json", "tiny")
+    assert (script.returncode, module.returncode) == (0, 0)
+    assert script.stdout == module.stdout != ""
