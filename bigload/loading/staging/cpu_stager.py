@@ -57,7 +57,7 @@ class HostStager:
         Where `beyond` has a number for each of them, count there the finite values that lie beyond the largest of the
         dtype that they are cast to: they become infinite, or no number, or that largest one.
         """
-        with self._lent() as blocks:
+        with lent(self._idle) as blocks:
             view, staged = block_of(blocks, "staged", job.num_bytes)
             source.read_into([view[: job.num_bytes]], job.offset)
             for destination in job.destinations:
@@ -80,7 +80,7 @@ class HostStager:
             stored = wanted = MOVED_AS[cast.stored.bits]
         assert stored is not None, "check_dtypes() comes first"
         assert wanted is not None, "check_dtypes() comes first"
-        with self._lent() as blocks:
+        with lent(self._idle) as blocks:
             view, staged = block_of(blocks, "staged", part.rows.num_bytes)
             read(view[: part.rows.num_bytes])
             values = staged.view(stored).as_strided(part.shape, part.strides)
@@ -94,17 +94,6 @@ class HostStager:
         """Release the memory."""
         self._memory = []
         self._idle = []
-
-    @contextmanager
-    def _lent(self) -> Iterator[Blocks]:
-        try:
-            blocks = self._idle.pop()  # pop and append are atomic: no lock
-        except IndexError:
-            blocks = {}
-        try:
-            yield blocks
-        finally:
-            self._idle.append(blocks)
 
 
 def _deliver(
@@ -206,6 +195,19 @@ def _num_beyond(values: torch.Tensor, edge: float) -> int:
     if -edge < float(lowest) and float(highest) < edge:  # as nearly always; not with a NaN
         return 0
     return int((values.isfinite() & (values.abs() >= edge)).sum())
+
+
+@contextmanager
+def lent(idle: list[Blocks]) -> Iterator[Blocks]:
+    """Lend the blocks that a thread used last, or none yet; they are idle again at the end."""
+    try:
+        blocks = idle.pop()  # pop and append are atomic: no lock
+    except IndexError:
+        blocks = {}
+    try:
+        yield blocks
+    finally:
+        idle.append(blocks)
 
 
 def block_of(blocks: Blocks, use: str, num_bytes: int) -> tuple[memoryview, torch.Tensor]:

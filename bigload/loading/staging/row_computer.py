@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.conversion.computed_tensor import ComputedTensor, OperandRows
 from bigload.dtypes import DType
 from bigload.loading.slices import Slice, source_rows
-from bigload.loading.staging.cpu_stager import Blocks, block_of, bytes_in, cast_into
+from bigload.loading.staging.cpu_stager import Blocks, block_of, bytes_in, cast_into, lent
 from bigload.loading.staging.openmp import without_team
 from bigload.loading.tensors import torch_dtype
 from bigload.units import MIB
@@ -71,7 +70,7 @@ class RowComputer:
         cuts = [(part.start, part.stop) for part in parts if part.dim == len(tensor.shape) - 1]
         columns = sum(stop - start for start, stop in cuts) if cuts else width
         beyond = 0
-        with self._turns, self._lent() as blocks, without_team():
+        with self._turns, lent(self._idle) as blocks, without_team():
             memory_of_call = _Memory(blocks, {})
             for row, low, high in source_rows(tensor.shape, parts, first // columns, -(-last // columns)):
                 for begin, end in _steps(low, high, STEP_ELEMENTS // width, tensor.operation.row_multiple):
@@ -147,17 +146,6 @@ class RowComputer:
         if isinstance(tensor, TensorInfo) and tensor.strides is not None:
             return values.view(tensor.torch_shape)
         return values.view(rows.stop - rows.start, -1)
-
-    @contextmanager
-    def _lent(self) -> Iterator[Blocks]:
-        try:
-            blocks = self._idle.pop()  # pop and append are atomic: no lock
-        except IndexError:
-            blocks = {}
-        try:
-            yield blocks
-        finally:
-            self._idle.append(blocks)
 
 
 def _steps(start: int, stop: int, step: int, multiple: int) -> Iterator[tuple[int, int]]:
