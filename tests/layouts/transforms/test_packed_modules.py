@@ -7,7 +7,7 @@ import pytest
 import bigload
 from bigload.conversion import computed_tensor
 from bigload.dtypes import DTYPES
-from bigload.errors import BigloadError, CheckpointError, InvalidCheckpointError
+from bigload.errors import BigloadError, CheckpointError, InvalidCheckpointError, ReadError
 from bigload.layouts.transforms import packed_modules
 from bigload.layouts.transforms.dequantize import Dequantize
 from bigload.loading.staging import row_computer
@@ -228,3 +228,37 @@ def test_groups_that_do_not_exist_publish_nothing(tmp_path):
     with pytest.raises(BigloadError, match=r"a.g_idx names groups beyond the 4 of a.scales"):
         bigload.reshard(source, tmp_path / "out", transforms=[Dequantize()])
     assert not (tmp_path / "out").exists()
+
+
+def test_unpacking_that_was_stopped_is_resumed(tmp_path, monkeypatch):
+    first, weight = _gptq(4, 1024, 2048, 128)
+    tensors = first | {name.replace("a.", "b."): tensor.clone() for name, tensor in first.items()}
+    source = _saved(tmp_path / "in", tensors, {"quant_method": "gptq", "bits": 4, "group_size": 128})
+    options = {"max_shard_bytes": "5MB", "threads": 1, "transforms": [Dequantize()]}
+    compute = row_computer.RowComputer.compute
+
+    def stopped(self, tensor, *args, **kwargs):
+        if tensor.name == "b.weight":
+            raise ReadError(tmp_path / "in", "stopped here")
+        return compute(self, tensor, *args, **kwargs)
+
+    monkeypatch.setattr(row_computer.RowComputer, "compute", stopped)
+    with pytest.raises(ReadError, match="stopped here"):
+        bigload.reshard(source, tmp_path / "out", **options)
+    monkeypatch.setattr(row_computer.RowComputer, "compute", compute)
+    report = bigload.reshard(source, tmp_path / "out", resume=True, **options)
+    assert report.kept_bytes > weight.numel()
+    found = bigload.load(tmp_path / "out")
+    assert torch.equal(found["a.weight"], weight.bfloat16())
+    assert torch.equal(found["b.weight"], weight.bfloat16())
+
+
+@pytest.mark.parametrize("layout", ["shards", "offload", "dcp"])
+def test_unpacked_weights_in_other_layouts(tmp_path, layout):
+    tensors, weight = _gptq(4, 128, 64, 32)
+    source = _saved(tmp_path / "in", tensors, {"quant_method": "gptq", "bits": 4, "group_size": 32})
+    out = tmp_path / "out"
+    bigload.reshard(source, out, layout=layout, transforms=[Dequantize()])
+    written = weight.bfloat16().contiguous().view(torch.uint8).numpy().tobytes()
+    assert bigload.verify(out).ok
+    assert any(written in file.read_bytes() for file in out.rglob("*") if file.is_file())
