@@ -54,6 +54,16 @@ def cached_pages(descriptor: int, start: int, stop: int) -> int | None:
     return None if failed else int(found[0])
 
 
+def has_all_cached(path: Path, start: int, stop: int) -> bool:
+    """Return whether the page cache is known to have bytes `start` to `stop` of `path`, all of them."""
+    try:
+        with _opened(path) as descriptor:
+            pages = cached_pages(descriptor, start, stop)
+    except OSError:
+        return False
+    return pages is not None and pages >= -(-stop // mmap.PAGESIZE) - start // mmap.PAGESIZE
+
+
 def probe_cached(path: Path, ranges: Iterable[tuple[int, int]]) -> int | None:
     """Return the bytes of those `ranges` of which some page is cached: an estimate, also for files of other users.
 

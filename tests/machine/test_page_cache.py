@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from bigload.machine import page_cache
-from bigload.machine.page_cache import cached_bytes, cached_fraction, cached_pages, evict
+from bigload.machine.page_cache import cached_bytes, cached_fraction, cached_pages, evict, has_all_cached
 from builders import open_descriptors
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -109,6 +109,19 @@ def test_pages_of_an_open_file_are_counted(disk_file):
         assert found == [0, 2, 3, 0]
         assert cached_pages(file.fileno(), 12 * PAGE - 1, 12 * PAGE + 1) == 2
     assert cached_pages(-1, 0, PAGE) is None
+
+
+def test_a_range_is_cached_when_all_of_its_pages_are(disk_file):
+    evict([disk_file])
+    with disk_file.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        os.pread(file.fileno(), 3 * PAGE, 10 * PAGE)
+        if cached_pages(file.fileno(), 0, PAGE) is None:
+            pytest.skip("this kernel has no cachestat(2)")
+    assert has_all_cached(disk_file, 10 * PAGE, 13 * PAGE)
+    assert not has_all_cached(disk_file, 10 * PAGE, 14 * PAGE)
+    assert not has_all_cached(disk_file, 12 * PAGE + 1, 13 * PAGE + 1)
+    assert not has_all_cached(disk_file.with_name("gone"), 0, PAGE)
 
 
 def test_ranges_that_hold_nothing_have_nothing_cached(disk_file):
