@@ -164,7 +164,9 @@ def _operation(
     if len(stored.shape) != 2 or not columns or shape is None or (zero_point is not None and bits):
         problems.append(f"{stored.name} {list(stored.shape)} does not go with {scale.name} {list(scale.shape)}")
         return None
-    if shape[0] in (1, rows) and columns % shape[1] == 0:
+    if scale.name.endswith(".weight_scale_inv") and shape == (-(-rows // block[0]), -(-columns // block[1])):
+        each = block  # the last block may be cut: two scales for 192 columns are for 128 and 64
+    elif shape[0] in (1, rows) and columns % shape[1] == 0:
         each = (rows if shape[0] == 1 else 1, columns // shape[1])
     else:
         each = block

@@ -33,7 +33,7 @@ def _float8(*shape):
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
-@pytest.mark.parametrize("shape", [(256, 384), (200, 300), (5, 7)])
+@pytest.mark.parametrize("shape", [(256, 384), (200, 300), (5, 7), (100, 192), (2, 320)])
 def test_blocks_of_fp8(tmp_path, shape, dtype):
     grid = tuple(-(-size // 128) for size in shape)
     weight, scale = _float8(*shape), torch.rand(grid) + 0.1
