@@ -135,7 +135,7 @@ class PositionalReader(OpenFile):
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Have the kernel start reading these (start, stop) ranges into the page cache, all at once: a hint."""
         for start, stop in ranges:
-            with suppress(OSError):  # some file systems take no hints
+            with suppress(OSError, AttributeError):  # some file systems take no hints, macOS has none
                 os.posix_fadvise(self.descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:

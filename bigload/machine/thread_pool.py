@@ -16,7 +16,9 @@ Job = TypeVar("Job")
 
 def default_threads() -> int:
     """Return the default number of threads: one per core that this process may use, four at most."""
-    return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_THREADS)
+    # macOS and Windows bind no process to cores.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_DEFAULT_THREADS)
 
 
 def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import resource
 import signal
 import sys
 from contextlib import suppress
@@ -12,6 +11,10 @@ from contextlib import suppress
 
 def _allow_many_open_files() -> None:
     """Raise the soft limit, often 1024, to the hard one: a checkpoint can have a thousand shards, all open at once."""
+    try:
+        import resource
+    except ImportError:  # Windows, whose limit is not that of POSIX
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -105,4 +105,5 @@ def _opened(path: Path, blocks: BlockPool) -> ByteSource:
     try:
         return DirectReader(path, pool=blocks)
     except UnsupportedMethodError:
-        return _UncachedReader(path)
+        # macOS has no posix_fadvise: its page cache answers.
+        return _UncachedReader(path) if hasattr(os, "posix_fadvise") else PositionalReader(path)

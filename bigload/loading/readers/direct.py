@@ -52,6 +52,8 @@ def direct_alignment(path: Path) -> int | None:
         ReadError: the file cannot be opened.
     """
     with OpenFile(path):
+        if not hasattr(os, "O_DIRECT"):  # macOS, Windows
+            return None
         told = _told_alignment(path)
         alignment = _tried_alignment(path) if told is None else told
     return alignment if 0 < alignment <= MAX_ALIGNMENT else None
