@@ -92,7 +92,9 @@ def _found(value: object) -> str:
     match value:
         case None:
             return "is not given"
-        case str() | Path():
+        case Path():  # whole: its end says which file it is
+            return f'is "{value}"'
+        case str():
             return f'is "{value!s:.80}"'
         case list() | tuple():
             return f'is "{", ".join(map(str, value)):.80}"'

@@ -14,6 +14,7 @@ from bigload.errors import (
     DoesNotFitError,
     InvalidCheckpointError,
     NotEnoughSpaceError,
+    OptionError,
     OutputExistsError,
     Problem,
     ReadError,
@@ -207,3 +208,9 @@ def test_an_error_crosses_processes_with_text_and_fields(error):
 def test_the_doubles_of_system_errors_have_their_number(error, number):
     assert error.errno == number
     assert error.filename
+
+
+def test_a_path_is_shown_to_its_end():
+    path = Path("folder" * 20, "box.json")
+    assert str(OptionError.of("profile", path, "a profile")) == f'profile is "{path}"; expected a profile'
+    assert len(str(OptionError.of("dtype", "long" * 99, "the name of a dtype"))) < 150
