@@ -6,27 +6,38 @@ Divisions follow from names, shapes and the config alone, so a layer that does n
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import Checkpoint, forms_of
 from bigload.errors import PartitionError
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.plan import PlanNote
 from bigload.planning.tensor_parallel.division import MAX_RANKS, WHOLE, Division
 from bigload.planning.tensor_parallel.families import FAMILIES
 from bigload.planning.tensor_parallel.layer_division import IndivisibleError, LayerDivider
-from bigload.planning.tensor_parallel.ruled_layers import ModelRules, RuledLayer, generic_name, grouped_by_layer
+from bigload.planning.tensor_parallel.rule_styles import Side
+from bigload.planning.tensor_parallel.ruled_layers import (
+    ModelRules,
+    RuledLayer,
+    TensorForm,
+    generic_name,
+    layers_by_name,
+)
 from bigload.planning.tensor_parallel.rules import HOW, Rule, override_rules
 from bigload.units import counted, format_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """How `tp` ranks divide a checkpoint: the division of every tensor by name, with notes on what stays whole."""
+    """How `tp` ranks divide a checkpoint: the division of every tensor by name, with notes on what stays whole.
+
+    `summed` are the layers whose outputs ranks have to add up: each has some of the input features, or of the experts.
+    """
 
     tp: int
     divisions: Mapping[str, Division]
+    summed: tuple[str, ...] = ()
     notes: tuple[PlanNote, ...] = ()
 
 
@@ -44,13 +55,18 @@ def partition(checkpoint: Checkpoint, *, tp: int, rules: Mapping[str, str] | Non
         raise PartitionError(f"cannot divide among {tp} ranks", hint=f"choose 1 to {MAX_RANKS}")
     divider = LayerDivider(tp=tp)
     divisions = dict.fromkeys(checkpoint.tensors, WHOLE)
+    summed: list[str] = []
     problems: dict[tuple[str, str], list[str]] = {}
-    for layer in _layers(checkpoint, override_rules(rules or {})):
+    for layer, alike in _layers(checkpoint, override_rules(rules or {})):
+        leaf_of = {tensor.name: leaf for leaf, tensor in alike.example.items()}
         try:
-            divisions.update(divider.divide(layer))
+            for name, division in divider.divide(layer).items():
+                divisions.update(dict.fromkeys([names[leaf_of[name]] for names in alike.names.values()], division))
         except IndivisibleError as error:
             shapes = ", ".join(f"{leaf or 'it'} {list(tensor.shape)}" for leaf, tensor in layer.tensors.items())
-            problems.setdefault((f"{generic_name(layer.name)} ({shapes})", str(error)), []).append(layer.name)
+            problems.setdefault((f"{generic_name(layer.name)} ({shapes})", str(error)), []).extend(alike.names)
+        if layer.style.side is Side.IN or layer.style.side is Side.EXPERTS:
+            summed.extend(alike.names)
     if problems:
         example = generic_name(next(iter(problems.values()))[0])
         raise PartitionError(
@@ -58,18 +74,39 @@ def partition(checkpoint: Checkpoint, *, tp: int, rules: Mapping[str, str] | Non
             details=[f"{what}{_times(names)}: {why}" for (what, why), names in problems.items()],
             hint=f'choose another number of ranks, or rules that keep such layers whole: "{example}" = "replicate"',
         )
-    return Partition(tp=tp, divisions=divisions, notes=tuple(_notes(checkpoint, divisions, tp)))
+    notes = tuple(_notes(checkpoint, divisions, tp))
+    return Partition(tp=tp, divisions=divisions, summed=tuple(summed), notes=notes)
 
 
-def _layers(checkpoint: Checkpoint, overrides: tuple[Rule, ...]) -> list[RuledLayer]:
-    """Return the layers of `checkpoint` that a rule divides.
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Layers that differ in the numbers of their names alone, which a rule treats alike.
+
+    Attributes:
+        example: The tensors of the first, by the ends of their names.
+        names: For each layer the names of its tensors, by their ends.
+    """
+
+    example: Mapping[str, TensorForm]
+    names: Mapping[str, Mapping[str, str]]
+
+
+def _layers(checkpoint: Checkpoint, overrides: tuple[Rule, ...]) -> list[tuple[RuledLayer, _Alike]]:
+    """Return the layers of `checkpoint` that a rule divides, one for all that are alike: models have tens of thousands.
 
     Raises:
         PartitionError: no rule matches, or an override matches nothing, or a companion of a parameter has no rule.
     """
     config = ModelConfig(checkpoint.config)
     rules = ModelRules(config, overrides)
-    layers = list(rules.layers(checkpoint.tensors)) if rules.is_known else []
+    layers: list[tuple[RuledLayer, _Alike]] = []
+    others: list[str] = []
+    for alike in _alike(checkpoint, by_number=any(rule.is_of_number for rule in overrides)) if rules.is_known else ():
+        first = next(iter(alike.names))
+        found = list(rules.layers_of(first, alike.example))
+        layers += [(layer, alike) for layer in found]
+        if not found and first not in rules.whole:
+            others += alike.names
     unused = [rule.pattern for rule in overrides if rule not in rules.used]
     if unused:
         raise PartitionError(
@@ -80,19 +117,36 @@ def _layers(checkpoint: Checkpoint, overrides: tuple[Rule, ...]) -> list[RuledLa
         )
     if not rules.used:
         raise _unknown(checkpoint, config)
-    others = grouped_by_layer(checkpoint.tensors).keys() - rules.whole
-    _check_companions(layers, others)
+    _check_companions([name for layer, alike in layers if "" in layer.tensors for name in alike.names], others)
     return layers
 
 
-def _check_companions(layers: Sequence[RuledLayer], names: Collection[str]) -> None:
-    """Raise if the scale or bias of a divided parameter would stay whole because it has no rule."""
-    others = sorted(set(names) - {layer.name for layer in layers})
+def _alike(checkpoint: Checkpoint, *, by_number: bool) -> Iterable[_Alike]:
+    """Return the layers of `checkpoint` by what is alike; each is by itself where rules tell them apart `by_number`."""
+    forms, kinds = forms_of(checkpoint.tensors), dict[tuple[object, ...], dict[str, dict[str, str]]]()
+    for layer, names in layers_by_name(checkpoint.tensors).items():
+        kind = (
+            layer if by_number else generic_name(layer),
+            *((leaf, forms[name].dtype_name, forms[name].shape) for leaf, name in names.items()),
+        )
+        kinds.setdefault(kind, {})[layer] = names
+    return (
+        _Alike({leaf: checkpoint.tensors[name] for leaf, name in next(iter(layers.values())).items()}, layers)
+        for layers in kinds.values()
+    )
+
+
+def _check_companions(layers: Iterable[str], names: Iterable[str]) -> None:
+    """Raise if the scale or bias of a divided parameter would stay whole because it has no rule.
+
+    `layers` are divided bare parameters, `names` layers without a rule.
+    """
+    others = sorted(names)
     found = []
     for layer in layers:
-        place = bisect_left(others, f"{layer.name}_")
-        if "" in layer.tensors and place < len(others) and others[place].startswith(f"{layer.name}_"):
-            found.append(f"{others[place]} beside {layer.name}")
+        place = bisect_left(others, f"{layer}_")
+        if place < len(others) and others[place].startswith(f"{layer}_"):
+            found.append(f"{others[place]} beside {layer}")
     if found:
         hint = f"give it a rule, and {found[0].rpartition(' ')[2]} one that suits both"
         raise PartitionError("a parameter is divided, and its companion has no rule", details=found, hint=hint)
@@ -117,7 +171,8 @@ def _notes(checkpoint: Checkpoint, divisions: Mapping[str, Division], tp: int) -
         text = f"{counted(len(whole), 'tensor')}, {total}, whole on each of {tp} ranks: no rule divides them"
         yield PlanNote(code="replicated", text=text)
     # The last range of a rank is that of its keys or values, one for each head that is shared.
-    counts = [len({ranges[-1][1] for ranges in each.ranges}) for each in divisions.values() if each.is_shared]
+    distinct = {id(division): division for division in divisions.values()}  # layers that are alike share theirs
+    counts = [len({ranges[-1][1] for ranges in each.ranges}) for each in distinct.values() if each.is_shared]
     if counts:
         count = max(counts)
         text = f"{counted(count, 'head')} of keys and values for {tp} ranks: each is held by {tp // count} of them"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,8 +115,8 @@ class ModelRules:
         Raises:
             PartitionError: the tensors of one layer have different rules.
         """
-        for name, group in grouped_by_layer(tensors).items():
-            yield from self._of_group(name, group)
+        for layer, names in layers_by_name(tensors).items():
+            yield from self.layers_of(layer, {leaf: tensors[name] for leaf, name in names.items()})
 
     def module_style(self, name: str) -> RuleStyle | None:
         """Return the style of the module `name`, `None` if it has no rule."""
@@ -130,7 +130,12 @@ class ModelRules:
             return self._towers[tower], self._rules[tower]
         return self._config, self._rules[None]
 
-    def _of_group(self, name: str, tensors: Mapping[str, TensorForm]) -> Iterator[RuledLayer]:
+    def layers_of(self, name: str, tensors: Mapping[str, TensorForm]) -> Iterator[RuledLayer]:
+        """Yield the layer `name` if a rule divides it; `tensors` are its own, by the ends of their names.
+
+        Raises:
+            PartitionError: they have different rules.
+        """
         config, rules = self._section(name)
         above, _, last = name.rpartition(".")
         by_rule: dict[Rule | None, dict[str, TensorForm]] = {}
@@ -167,15 +172,15 @@ def _is_of_forward(style: RuleStyle) -> bool:
     return style.side is None and style.forward is not None
 
 
-def grouped_by_layer(tensors: Mapping[str, TensorForm]) -> dict[str, dict[str, TensorForm]]:
-    """Return `tensors` by the name of their layer and the end of their own.
+def layers_by_name(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the `names` of tensors by that of their layer and the end of their own.
 
     A bare parameter is a layer by itself, and the end of its name is empty.
     """
-    groups: dict[str, dict[str, TensorForm]] = {}
-    for name, tensor in tensors.items():
+    groups: dict[str, dict[str, str]] = {}
+    for name in names:
         layer, leaf = _layer_of(name)
-        groups.setdefault(layer, {})[leaf] = tensor
+        groups.setdefault(layer, {})[leaf] = name
     return groups
 
 

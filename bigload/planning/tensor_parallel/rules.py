@@ -28,6 +28,11 @@ class Rule:
         wanted = self.pattern.split(".")
         return len(wanted) <= len(parts) and all(map(_part_matches, wanted, parts[-len(wanted) :]))
 
+    @property
+    def is_of_number(self) -> bool:
+        """Whether the pattern tells layers apart by their numbers."""
+        return any(part.replace("*", "").isdecimal() for part in self.pattern.split("."))
+
 
 def _part_matches(wanted: str, part: str) -> bool:
     before, star, after = wanted.partition("*")
