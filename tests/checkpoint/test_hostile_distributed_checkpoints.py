@@ -241,5 +241,20 @@ def test_a_mutated_checkpoint_raises_nothing_but_our_errors(ranks, scratch, seed
 
 @pytest.mark.slow
 def test_many_mutated_checkpoints_raise_nothing_but_our_errors(ranks, scratch):
-    for seed in range(200_000):
+    for seed in range(10_000):
         open_mutated(ranks, scratch, seed)
+
+
+@pytest.mark.slow
+def test_many_mutated_metadata_files_raise_nothing_but_our_errors(ranks):
+    raw = (ranks / ".metadata").read_bytes()
+    num_whole = 0
+    for seed in range(100_000):
+        try:
+            found = parse_metadata(mutated(raw, random.Random(seed)))
+            found.all_tensors()
+            found.model()
+            num_whole += 1
+        except FormatError as error:
+            assert error.text  # noqa: PT017 - most are broken, in one way or another
+    assert 0 < num_whole < 50_000

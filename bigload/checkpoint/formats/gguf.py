@@ -5,19 +5,22 @@ keys, the keys with typed values, a record for each tensor, padding, then the da
 Dimensions are listed innermost first, and the offset of each tensor is the padded end of the one before, as in ggml's
 own reader; an offset that skips or repeats bytes is refused.
 
-Arrays of the tokenizer, hundreds of thousands of strings, are skipped: only their lengths are kept.
+Arrays of the tokenizer, hundreds of thousands of strings, are skipped: only their lengths are kept, and the digest of
+the header leaves them out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
-from struct import Struct, error
+from struct import Struct
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bigload.checkpoint.byte_source import ReadRange
 from bigload.checkpoint.formats.registry import FormatError
@@ -39,8 +42,11 @@ DEFAULT_ALIGNMENT = 32
 _FIRST_READ = 2**20
 _LARGEST = 2**63 - 1
 _STRING, _ARRAY = 8, 9
+_RUN = 100
+"""Strings of an array that are skipped at once."""
 
 _U32, _U64, _ARRAY_HEAD = Struct("<I"), Struct("<Q"), Struct("<IQ")
+_RECORD_ENDS = tuple(Struct(f"<{num_dims}QIQ") for num_dims in range(MAX_DIMS + 1))
 _NUMBERS: Mapping[int, Struct] = MappingProxyType(
     {
         number: Struct(f"<{code}")
@@ -70,13 +76,13 @@ def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
     metadata = _metadata(reader, num_keys)
     records = [_record(reader) for _ in range(num_tensors)]
     data_start = _aligned(reader.position, _alignment(metadata))
-    raw = reader.consumed()
+    header_parts, header_sha256 = reader.finish()
     shard = Shard(
         file=file,
         format="gguf",
         num_bytes=num_bytes,
-        header_parts=((0, len(raw)),),
-        header_sha256=hashlib.sha256(raw).hexdigest(),
+        header_parts=header_parts,
+        header_sha256=header_sha256,
         metadata={key: _text(value) for key, value in metadata.items()},
     )
     rows = _placed(records, file, data_start, _alignment(metadata), num_bytes)
@@ -84,82 +90,125 @@ def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
 
 
 class _Reader:
-    """The beginning of a file, read in growing steps: where the header ends is known when it has been read."""
+    """Reader of the beginning of a file: where the header ends is known when it has been read.
+
+    It holds a window of the file, of a MiB at first, and a digest of all that was read but not skipped.
+    """
 
     def __init__(self, read: ReadRange, num_bytes: int) -> None:
         self._read = read
         self._num_bytes = num_bytes
         self._buffer = read(0, min(_FIRST_READ, num_bytes))
-        self.position = 0
+        self._start = 0  # of the buffer in the file
+        self._at = 0  # in the buffer
+        self._parts: list[tuple[int, int]] = []
+        self._digest = hashlib.sha256()
+        self._digested = 0  # upto here in the buffer
 
-    def consumed(self) -> bytes:
-        return self._buffer[: self.position]
+    @property
+    def position(self) -> int:
+        return self._start + self._at
+
+    def finish(self) -> tuple[tuple[tuple[int, int], ...], str]:
+        """Return which parts of the file were read but not skipped, and their digest."""
+        self._digest_read()
+        return tuple(self._parts), self._digest.hexdigest()
+
+    def _digest_read(self) -> None:
+        if self._digested < self._at:
+            self._digest.update(memoryview(self._buffer)[self._digested : self._at])
+            start, stop = self._start + self._digested, self.position
+            if self._parts and self._parts[-1][1] == start:
+                start, _ = self._parts.pop()
+            self._parts.append((start, stop))
+        self._digested = self._at
 
     def require(self, count: int) -> None:
         """Have the next `count` bytes in the buffer."""
-        stop = self.position + count
-        have = len(self._buffer)
-        if stop <= have:
+        if self._at + count <= len(self._buffer):
             return
+        self._check(count)
+        self._digest_read()
+        rest = self._buffer[self._at :]
+        self._start, self._at, self._digested = self.position, 0, 0
+        have = self._start + len(rest)
+        upto = min(max(self._start + count, have + max(_FIRST_READ, have // 2)), self._num_bytes)
+        self._buffer = rest + self._read(have, upto)
+
+    def _check(self, count: int) -> None:
+        """Refuse a header with `count` more bytes if the file ends before, or it is too long."""
+        stop = self.position + count
         if stop > self._num_bytes:
             text = f"the header needs byte {stop}, the file has {self._num_bytes}"
             raise FormatError("file-truncated", text)
         if stop > MAX_HEADER_BYTES:
             text = f"the header needs byte {stop}, expected at most {MAX_HEADER_BYTES}"
             raise FormatError("header-too-large", text)
-        upto = min(max(stop, 4 * have), self._num_bytes, MAX_HEADER_BYTES)
-        self._buffer += self._read(have, upto)
+
+    def unpack(self, form: Struct) -> tuple[Any, ...]:
+        """Return the next numbers, of such a form."""
+        self.require(form.size)
+        values = form.unpack_from(self._buffer, self._at)
+        self._at += form.size
+        return values
 
     def number(self, form: Struct) -> int:
-        self.require(form.size)
-        (value,) = form.unpack_from(self._buffer, self.position)
-        self.position += form.size
+        (value,) = self.unpack(form)
         return value  # type: ignore[no-any-return]  # of a form of whole numbers
-
-    def array_head(self) -> tuple[int, int]:
-        return self.number(_U32), self.number(_U64)
 
     def string(self, what: str) -> str:
         length = self.number(_U64)
         self.require(length)
-        raw = self._buffer[self.position : self.position + length]
-        self.position += length
+        raw = self._buffer[self._at : self._at + length]
+        self._at += length
         try:
             return raw.decode()
         except UnicodeDecodeError:
             raise FormatError("bad-text", f"{what} is no UTF-8: {raw[:100]!r}") from None
 
     def numbers(self, form: Struct, count: int) -> tuple[int | float, ...]:
-        self.require(count * form.size)
-        stop = self.position + count * form.size
-        values = tuple(value for (value,) in form.iter_unpack(self._buffer[self.position : stop]))
-        self.position = stop
+        num_bytes = count * form.size
+        self.require(num_bytes)
+        values = tuple(value for (value,) in form.iter_unpack(self._buffer[self._at : self._at + num_bytes]))
+        self._at += num_bytes
         return values
 
     def skip(self, count: int) -> None:
-        self.require(count)
-        self.position += count
+        """Go on after the next `count` bytes, which need not be read."""
+        self._check(count)
+        self._digest_read()
+        target = self._at + count
+        if target > len(self._buffer):
+            self._start, self._buffer, target = self._start + target, b"", 0
+        self._at = self._digested = target
 
     def skip_strings(self, count: int) -> None:
-        """Skip `count` strings; a vocabulary has hundreds of thousands, so the loop calls nothing of Python."""
-        self.require(8 * count)
-        unpack, position = _U64.unpack_from, self.position
+        """Skip `count` strings, of which a vocabulary and its merges have hundreds of thousands."""
+        self._check(8 * count)
+        match = _short_strings().match
+        self._digest_read()
         while count:
-            buffer = self._buffer
-            try:
-                while count:
-                    position += 8 + unpack(buffer, position)[0]
-                    count -= 1
-            except (error, OverflowError):  # past the end of the buffer
-                self.skip(position - self.position)  # refuses what the file cannot hold
-                self.require(8 * count)
-            else:
-                self.skip(position - self.position)
+            left = min(count, _RUN)
+            found = match(self._buffer, self._at) if left == _RUN else None
+            if found is not None:
+                self._at = self._digested = found.end()
+            else:  # a long one, or the buffer ends
+                for _ in range(left):
+                    length = self.number(_U64)
+                    self._digested = self._at
+                    self.skip(length)
+            count -= left
+
+
+@cache
+def _short_strings() -> re.Pattern[bytes]:
+    """Return what matches `_RUN` strings of less than 128 bytes: faster than a loop, and without an object for each."""
+    forms = b"|".join(re.escape(_U64.pack(length)) + b".{%d}" % length for length in range(128))
+    return re.compile(b"(?:%b){%d}+" % (forms, _RUN), re.DOTALL)
 
 
 def _beginning(reader: _Reader) -> tuple[int, int]:
     """Return the numbers of tensors and of keys."""
-    reader.require(4)
     magic = reader.number(_U32).to_bytes(4, "little")
     if magic != b"GGUF":
         raise FormatError("not-gguf", f"the file begins with {magic!r}, expected b'GGUF'")
@@ -197,7 +246,7 @@ def _value(reader: _Reader, key: str, *, room: int) -> Value:
         return reader.number(_NUMBERS[kind])
     if kind != _ARRAY:
         raise FormatError("unknown-type", f"key {key!r:.200} has a value of type {kind}, which GGUF does not have")
-    kind, length = reader.array_head()
+    kind, length = reader.unpack(_ARRAY_HEAD)
     if kind == _STRING:
         reader.skip_strings(length)
     elif kind not in _NUMBERS:
@@ -242,8 +291,8 @@ def _record(reader: _Reader) -> _Record:
     num_dims = reader.number(_U32)
     if num_dims > MAX_DIMS:
         raise FormatError("bad-shape", f"tensor {name!r:.200} has {num_dims} dimensions, expected at most {MAX_DIMS}")
-    shape = tuple(reader.number(_U64) for _ in range(num_dims))[::-1]
-    number, offset = reader.number(_U32), reader.number(_U64)
+    *dims, number, offset = reader.unpack(_RECORD_ENDS[num_dims])
+    shape = tuple(reversed(dims))
     dtype = GGML_DTYPES.get(number)
     if dtype is None:
         raise FormatError("unknown-dtype", f"tensor {name!r:.200} has type {number}, which ggml does not have")
