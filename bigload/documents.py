@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal
 
+from bigload.descriptors import READING, READING_AT_ONCE, WRITING
 from bigload.errors import BigloadError, OutputExistsError, WriteError
 from bigload.units import format_size
 
@@ -51,8 +52,7 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
         OSError: the system refused, or it is a folder.
         DocumentError: it is no regular file, or larger.
     """
-    # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = os.open(path, READING_AT_ONCE)
     try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
@@ -226,7 +226,7 @@ def atomic_file(target: Path) -> Iterator[Path | IO[bytes]]:
         mode = _mode_of(path)
         with staged_file(path) as staged:
             yield staged
-            _flush(staged, mode=mode)
+            _flush(staged, WRITING, mode=mode)
         flush_folder(path.parent)
     except OSError as error:
         if isinstance(error, BigloadError):
@@ -249,8 +249,10 @@ def staged_file(path: Path) -> Iterator[Path]:
 
 def flush_folder(folder: Path) -> None:
     """Wait until the disk has the names of the files in `folder`; some file systems in user space cannot do that."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
+        return
     try:
-        _flush(folder)
+        _flush(folder, READING)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
@@ -269,10 +271,10 @@ def _mode_of(path: Path) -> int | None:
     return stat.S_IMODE(mode)
 
 
-def _flush(path: Path, *, mode: int | None = None) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _flush(path: Path, flags: int, *, mode: int | None = None) -> None:
+    descriptor = os.open(path, flags)
     try:
-        if mode is not None:
+        if mode is not None and hasattr(os, "fchmod"):
             os.fchmod(descriptor, mode)
         os.fsync(descriptor)
     finally:

@@ -33,6 +33,7 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
 from bigload.extras import require
 from bigload.loading.settings import Method
+from bigload.machine.thread_pool import usable_cores
 
 if TYPE_CHECKING:
     from bigload.bench.peers import Load, Peer
@@ -166,7 +167,7 @@ class _LoadBench:
         self.checkpoint = checkpoint
         is_local = scheme_of(checkpoint.root).is_local
         self.files = [checkpoint.root / shard.file for shard in checkpoint.shards] if is_local else []
-        self.num_cores = len(os.sched_getaffinity(0))
+        self.num_cores = usable_cores()
         self._cache = cache
         self._on_run = steps.begin
         self._clock = clock

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from bigload.machine.hardware import hardware_of
 from bigload.machine.machine_profile import DeviceProfile, MachineProfile
 from bigload.machine.memory import available_memory, proc_sizes
 from bigload.machine.other_programs import OtherPrograms
+from bigload.machine.thread_pool import usable_cores
 from bigload.units import GIB, MIB
 
 _THIS_MACHINE = "this machine"
@@ -105,7 +105,7 @@ def measure_machine(
     )
     is_disturbed = others.disturb()
     if is_disturbed:
-        cores = f"{others.busy_cores():.1f} of {len(os.sched_getaffinity(0))} cores"
+        cores = f"{others.busy_cores():.1f} of {usable_cores()} cores"
         notes.append(f"other programs, or the host, kept {cores} busy meanwhile: figures are lower than usual")
     return MeasuredMachine(
         profile=profile, hardware=str(hardware), notes=(*storage.notes, *notes), is_disturbed=is_disturbed

@@ -30,6 +30,7 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import CheckpointError, NotEnoughSpaceError, OptionError, ReadError, WriteError
 from bigload.loading.readers.mapped import MappedFile, advise_huge_pages, populate_pages_in_parallel
+from bigload.machine.thread_pool import usable_cores
 from bigload.units import MIB
 
 _LEAST_REPEATS, _MOST_REPEATS = 2, 9
@@ -113,7 +114,7 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
     if not is_direct:
         notes.append("the file system has no reads past the page cache: the disk is measured through it")
     disk_rates = [mapped_rate]
-    for way in raw_reads([kind], num_cores=len(os.sched_getaffinity(0))):
+    for way in raw_reads([kind], num_cores=usable_cores()):
         on_run(f"disk, {way.name}")
         disk_rates.append(rate(partial(raw_read, way, checkpoint), _nothing if is_direct else cold))
     on_run("disk, one thread")
@@ -166,7 +167,7 @@ def _nothing() -> None:
 
 def _warm_load(checkpoint: Checkpoint) -> Callable[[], object]:
     """Return a load through the page cache, which has all bytes from now on."""
-    way = RawRead(RawKind.MEMORY, 2 * len(os.sched_getaffinity(0)))
+    way = RawRead(RawKind.MEMORY, 2 * usable_cores())
     load: Callable[[], object] = partial(raw_read, way, checkpoint)
     if find_spec("torch") is not None:
         from bigload.loading.load import load as load_tensors

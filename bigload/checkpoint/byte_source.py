@@ -27,14 +27,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, Self
 
+from bigload.descriptors import MAX_BUFFERS, READING_AT_ONCE, read_at
 from bigload.errors import ReadError
 from bigload.machine.activities import NO_RECORDER, Phase, Recorder
 from bigload.units import format_size
 
 ReadRange = Callable[[int, int], bytes]
 """Return the bytes from a start to a stop of a file, all of them. Errors are those of `ByteSource.read_into`."""
-
-_MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
 class ByteSource(Protocol):
@@ -107,8 +106,7 @@ class OpenFile:
         self._recorder = recorder
         self.descriptor = -1
         try:
-            # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+            self.descriptor = os.open(path, READING_AT_ONCE | flags)
         except OSError as error:
             hint = "close other files, or allow more (ulimit -n)" if error.errno == errno.EMFILE else None
             raise ReadError(path, error.strerror or str(error), hint=hint) from error
@@ -130,7 +128,7 @@ class OpenFile:
 
 
 class PositionalReader(OpenFile):
-    """Reads through the page cache with `preadv`: no shared file position, so threads need no lock."""
+    """Reads through the page cache by position, from any thread (`read_at`)."""
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Have the kernel start reading these (start, stop) ranges into the page cache, all at once: a hint."""
@@ -154,7 +152,7 @@ def fill(buffers: Sequence[memoryview], descriptor: int, offset: int, path: Path
     """
     pending = [buffer for buffer in buffers if buffer.nbytes]
     while pending:
-        count = read_once(pending[:_MAX_BUFFERS], descriptor, offset, path)
+        count = read_once(pending[:MAX_BUFFERS], descriptor, offset, path)
         offset += count
         if count == 0:
             raise ended_early(path, offset, missing=sum(buffer.nbytes for buffer in pending))
@@ -168,7 +166,7 @@ def read_once(buffers: Sequence[memoryview], descriptor: int, offset: int, path:
         ReadError: the system refused.
     """
     try:
-        return os.preadv(descriptor, buffers, offset)
+        return read_at(descriptor, buffers, offset)
     except OSError as error:
         raise ReadError(path, f"{error.strerror or error} at byte {offset}") from error
 

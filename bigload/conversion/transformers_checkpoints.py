@@ -80,7 +80,7 @@ def _config_of(checkpoint: Checkpoint) -> Any:  # noqa: ANN401
     if scheme_of(checkpoint.root).is_local:
         return AutoConfig.from_pretrained(checkpoint.root, **options)
     with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(checkpoint.config))
+        Path(folder, "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
         return AutoConfig.from_pretrained(folder, **options)
 
 

@@ -6,7 +6,6 @@ apart is computed with it.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -28,13 +27,12 @@ from bigload.layouts.writing.window_reader import Portion, WindowReader
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.machine.huge_pages import Buffer, address_of, allocate
 from bigload.machine.inflight_pool import BlockPool
+from bigload.machine.libc import libc
 from bigload.machine.thread_pool import default_threads, run_jobs
 from bigload.planning.load_dtype import CASTABLE
 from bigload.units import MIB
 
 WINDOW_BYTES = 4 * MIB
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +210,7 @@ class _Comparer:
         pair, num_bytes = window.pair, window.stop - window.start
         for reader, buffer, tensor in zip(self._readers, buffers, pair.outputs, strict=True):
             reader.fill(memoryview(buffer)[:num_bytes], [Portion(tensor, window.start, window.stop, 0)])
-        if _libc.memcmp(*map(address_of, buffers), num_bytes):
+        if libc.memcmp(*map(address_of, buffers), num_bytes):
             found = (1, -math.inf, 0.0)
             if _has_torch():
                 from bigload.loading.values_apart import values_apart

@@ -196,6 +196,7 @@ def prepare_output(
 
     Raises as `prepare_reshard` does.
     """
+    _check_system(target)
     _check_torch(output)
     if options.threads is None and not scheme_of(checkpoint.root).is_local:
         options = replace(options, threads=REMOTE_THREADS)
@@ -368,6 +369,13 @@ def _on_disk(sizes: Iterable[int]) -> int:
 
 def _free_bytes(path: Path) -> int:
     return shutil.disk_usage(_existing(path)).free
+
+
+def _check_system(target: Path) -> None:
+    """Raise WriteError on a system without the locks that keep two programs from writing one folder: Windows."""
+    if not hasattr(os, "O_NOFOLLOW"):
+        reason = "checkpoints are written on Linux and macOS only"
+        raise WriteError(target, OSError(errno.ENOSYS, reason), hint="on Windows use its Subsystem for Linux (WSL)")
 
 
 def _check_writable(folder: Path) -> None:

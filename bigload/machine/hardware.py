@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bigload.machine.file_systems import file_system_of
 from bigload.machine.memory import proc_sizes
+from bigload.machine.thread_pool import usable_cores
 from bigload.units import GIB, counted
 
 _PROC = Path("/proc")
@@ -52,13 +53,19 @@ def hardware_of(path: Path, *, proc: Path = _PROC) -> Hardware:
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     gpus = _gpus(proc)
     return Hardware(
-        cpu=_field(_head(proc / "cpuinfo"), "model name") or os.uname().machine,
-        threads=int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0)),
+        cpu=_field(_head(proc / "cpuinfo"), "model name") or _architecture(),
+        threads=int(threads) if threads.isdecimal() else usable_cores(),
         ram_gib=round(proc_sizes(proc / "meminfo").get("MemTotal", 0) / GIB),
         gpus=gpus,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else "",
         file_system=str(file_system_of(path) or "unknown file system"),
     )
+
+
+def _architecture() -> str:
+    import platform  # here: it takes longer to import than what this module asks
+
+    return platform.machine()
 
 
 def _gpus(proc: Path) -> tuple[str, ...]:

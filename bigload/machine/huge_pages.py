@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from bigload.errors import NotEnoughMemoryError
+from bigload.machine.libc import HAS_PAGE_CALLS
 from bigload.machine.libc import libc as _libc
 from bigload.machine.memory import available_memory
 from bigload.units import KIB, MIB
@@ -24,6 +26,7 @@ HUGE_PAGE_BYTES = 2 * MIB
 
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 _MAX_GAP_BYTES = 64 * KIB  # between neighbours: headers of an allocator, and the rest of a page
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if HAS_PAGE_CALLS else {}  # Windows knows no other kind
 _ENABLED, _MAPS = Path("/sys/kernel/mm/transparent_hugepage/enabled"), Path("/proc/self/maps")
 
 
@@ -42,10 +45,10 @@ def allocate(num_bytes: int) -> Buffer:
     if num_bytes >= HUGE_PAGE_BYTES:
         num_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     try:
-        buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = mmap.mmap(-1, num_bytes, **_PRIVATE)
     except (OSError, OverflowError) as error:
         raise no_memory("a buffer", num_bytes) from error
-    with suppress(OSError):  # a system without huge pages: slower, not wrong
+    with suppress(OSError, AttributeError):  # a system without huge pages: slower, not wrong
         buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer
 
@@ -54,13 +57,15 @@ def prefault(buffer: Buffer, start: int, stop: int) -> bool:
     """Fault in bytes `start` to `stop` of a buffer of `allocate` without changing them.
 
     May be called from any thread, also while others read into the same bytes; it releases the GIL.
-    Returns `False` before Linux 5.14, which cannot: the first touch then faults, as usual.
+    Returns `False` before Linux 5.14 and on other systems, which cannot: the first touch then faults, as usual.
 
     Raises:
         NotEnoughMemoryError: there is no memory for it.
     """
     if start >= stop:
         return True
+    if sys.platform != "linux":
+        return False
     begin = start // mmap.PAGESIZE * mmap.PAGESIZE
     if not _libc.madvise(address_of(buffer) + begin, stop - begin, _MADV_POPULATE_WRITE):
         return True
@@ -78,7 +83,7 @@ def use_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
     """
     wanted = _joined(ranges)
     try:
-        if not wanted or "[never]" in _ENABLED.read_text():
+        if not wanted or "[never]" in _ENABLED.read_text("utf-8"):
             return
         maps = _MAPS.read_text(errors="replace").splitlines()
     except OSError:  # a system without huge pages: slower, not wrong

@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from bigload.machine.thread_pool import usable_cores
+
 _PROC = Path("/proc")
 _USER, _NICE, _SYSTEM, _STOLEN = 0, 1, 2, 7
 """Fields of the line `cpu`; interrupts are left out, which a program's own reads cause."""
@@ -28,12 +30,12 @@ class OtherPrograms:
 
     def disturb(self) -> bool:
         """Return whether they have used a tenth of the cores of this process, so that measurements say little."""
-        return (self.busy_cores() or 0.0) >= len(os.sched_getaffinity(0)) / 10
+        return (self.busy_cores() or 0.0) >= usable_cores() / 10
 
     def _seconds(self) -> float | None:
         own = os.times()
         try:
-            fields = (self._proc / "stat").read_text().splitlines()[0].split()[1:]
+            fields = (self._proc / "stat").read_text("utf-8").splitlines()[0].split()[1:]
             used = sum(int(fields[number]) for number in (_USER, _NICE, _SYSTEM, _STOLEN))
         except (OSError, ValueError, IndexError):
             return None

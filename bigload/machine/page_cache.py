@@ -10,10 +10,12 @@ import errno
 import mmap
 import os
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bigload.descriptors import READING_AT_ONCE, flush_data
 from bigload.machine.libc import MAP_FAILED
 from bigload.machine.libc import libc as _libc
 
@@ -26,12 +28,14 @@ _CACHESTAT = 451
 def cached_bytes(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> int | None:
     """Return how many bytes of `path`, or of the given (start, stop) ranges of it, are in the page cache (mincore(2)).
 
-    `None` if the kernel does not report it: since Linux 5.2 it reports everything as cached to users who neither own a
-    file nor may write to it. Ranges past the end of the file have nothing cached. 4 GiB take about 60 ms.
+    `None` if the kernel does not report it. Only Linux does, and since 5.2 it reports everything as cached to users who
+    neither own a file nor may write to it. Ranges past the end of the file have nothing cached. 4 GiB take about 60 ms.
 
     Raises:
         OSError: the file cannot be opened or mapped.
     """
+    if sys.platform != "linux":  # mincore of macOS says other things of a page as well
+        return None
     with _opened(path) as descriptor:
         status = os.fstat(descriptor)
         if not _may_ask(path, status.st_uid):
@@ -50,6 +54,8 @@ def cached_pages(descriptor: int, start: int, stop: int) -> int | None:
     asked, found = (ctypes.c_uint64 * 2)(start, stop - start), (ctypes.c_uint64 * 5)()
     if start >= stop:  # no length stands for the rest of the file
         return 0
+    if sys.platform != "linux":  # elsewhere the number is that of another call
+        return None
     failed = _libc.syscall(_CACHESTAT, descriptor, asked, found, 0)
     return None if failed else int(found[0])
 
@@ -112,8 +118,8 @@ def evict(paths: Iterable[Path]) -> int | None:
     kept: int | None = 0
     for path in paths:
         with _opened(path) as descriptor:
-            os.fdatasync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            flush_data(descriptor)
+            evict_pages(descriptor)
         remaining = cached_bytes(path)
         kept = None if kept is None or remaining is None else kept + remaining
     return kept
@@ -127,12 +133,22 @@ def drop_cached_pages(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
     """
     with _opened(path) as descriptor:
         for start, stop in ranges:
-            os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+            evict_pages(descriptor, start, stop - start)
+
+
+def evict_pages(descriptor: int, start: int = 0, num_bytes: int = 0) -> None:
+    """Have the kernel drop cached pages of an open file; 0 bytes are all from `start` on. macOS and Windows keep them.
+
+    Raises:
+        OSError: the file system takes no such hints.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = os.open(path, READING_AT_ONCE)
     try:
         yield descriptor
     finally:
@@ -149,7 +165,7 @@ def _may_ask(path: Path, owner: int) -> bool:
 
 def _capabilities() -> int:
     try:
-        status = Path("/proc/thread-self/status").read_text()
+        status = Path("/proc/thread-self/status").read_text("utf-8")
     except OSError:
         return 0
     return next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)

@@ -7,15 +7,19 @@ import errno
 import os
 from collections.abc import Iterator
 
+from bigload.machine.libc import libc
+
 _PUNCH_HOLE_KEEP_SIZE = 3
-_libc = ctypes.CDLL(None)
 
 
 def data_extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of bytes `start` to `stop` that are stored; the rest are holes, which read as zeros.
 
-    A file system that cannot tell reports one extent, all data.
+    A file system that cannot tell reports one extent, all data, and so does Windows.
     """
+    if not hasattr(os, "SEEK_DATA"):
+        yield start, stop
+        return
     position = start
     while position < stop:
         try:
@@ -35,4 +39,4 @@ def data_extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, 
 
 def punch_hole(descriptor: int, start: int, stop: int) -> None:
     """Free the space of bytes `start` to `stop`, which then read as zeros, if the file system can (fallocate(2))."""
-    _libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(stop - start))
+    libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(stop - start))

@@ -16,9 +16,12 @@ Job = TypeVar("Job")
 
 def default_threads() -> int:
     """Return the default number of threads: one per core that this process may use, four at most."""
-    # macOS and Windows bind no process to cores.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MAX_DEFAULT_THREADS)
+    return min(usable_cores(), MAX_DEFAULT_THREADS)
+
+
+def usable_cores() -> int:
+    """Return on how many cores this process may run; macOS and Windows bind no process to cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) -> None:

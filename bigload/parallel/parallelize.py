@@ -18,6 +18,7 @@ from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import OptionError, ParallelError, StateDictMismatchError
 from bigload.loading.settings import Method, settings
 from bigload.machine.process_memory import trim_heap
+from bigload.machine.thread_pool import usable_cores
 from bigload.parallel.model_from_folder import model_from_folder
 from bigload.parallel.shard_model import ShardModel
 from bigload.parallel.sharded_loading.stored_tensors import open_stored
@@ -205,7 +206,7 @@ def _has_names(example: object) -> bool:
 
 
 def _warn_of_too_many(num_workers: int, backend: str) -> None:
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = usable_cores()
     if backend == "gloo" and num_workers > num_cores:
         _log.warning(
             "%d workers take turns on %d cores: more than one for each core makes starts and calls slower",

@@ -1,53 +1,67 @@
-"""Commands that only read run without the system calls that Linux has and macOS lacks."""
+"""Commands that only read run with what macOS and Windows have of Python's standard library."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 
-import bigload
-from builders import make_checkpoint
-
-WITHOUT_LINUX = """
-import os
-for name in dir(os):
-    if name.startswith(("sched_", "posix_fa", "POSIX_FADV_", "O_DIRECT", "RWF_", "copy_file_range", "memfd_create")):
-        delattr(os, name)
-"""
-WITHOUT_RESOURCE = "import sys; sys.modules['resource'] = None\n"
-RUN = "from bigload_cli.app import main\nmain()\n"
+from other_systems import missing_on, program_on
+from portable_answers import COMMANDS, differing, make
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    here = tmp_path_factory.mktemp("other-systems")
-    make_checkpoint(here / "tiny")
-    bigload.reshard(here / "tiny", here / "out")
+    here = tmp_path_factory.mktemp("other-systems") / "checkpoints"
+    make(here)
     return here
 
 
-def ended(folder, setup, line):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BIGLOAD")}
-    command = [sys.executable, "-c", setup + RUN, *line.split()]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
+def ended(folder, program, line):
+    command = [*program, *line.split()]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
 
 
-def facts(answer):
-    """Return the values of a JSON answer that do not differ from run to run."""
-    varying = {"seconds", "run_seconds", "peak_bytes", "peak_memory_bytes"}
-    return {key: value for key, value in json.loads(answer).items() if key not in varying}
+HERE = [sys.executable, "-m", "bigload"]
 
 
-@pytest.mark.parametrize("line", ["inspect", "plan -m cuda:0=1GiB", "diff tiny", "verify"])
-def test_a_command_that_reads_says_the_same_without_calls_of_linux(folder, line):
-    usual, without = (ended(folder, setup, f"{line} out --json") for setup in ("", WITHOUT_LINUX))
-    assert (usual[0], without[0]) == (0, 0), without
-    assert facts(without[1]) == facts(usual[1])
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_a_command_that_reads_says_the_same_on_other_systems(folder, platform):
+    assert differing(folder, program_on(platform)) == []
 
 
-def test_the_program_starts_where_the_limit_of_open_files_cannot_be_raised(folder):
-    line = "inspect tiny --json"
-    assert ended(folder, WITHOUT_RESOURCE, line) == ended(folder, "", line)
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_a_plan_is_written_and_read_on_other_systems(folder, platform):
+    for program, name in ((HERE, "here.json"), (program_on(platform), f"{platform}.json")):
+        assert ended(folder, program, f"plan tiny -m cpu=1GiB -q -o {name}") == (0, "")
+    assert (folder / f"{platform}.json").read_bytes() == (folder / "here.json").read_bytes()
+
+
+def test_a_checkpoint_is_resharded_on_macos(folder):
+    code, errors = ended(folder, program_on("darwin"), "reshard tiny on-macos")
+    assert code == 0, errors
+    assert ended(folder, HERE, "verify on-macos")[0] == 0
+    assert ended(folder, HERE, "diff tiny on-macos")[0] == 0
+
+
+def test_windows_writes_no_checkpoint_and_says_so(folder):
+    code, errors = ended(folder, program_on("win32"), "reshard tiny on-windows")
+    assert code == 1
+    assert "checkpoints are written on Linux and macOS only" in errors
+    assert not list(folder.glob("on-windows*"))
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_texts_are_read_as_utf_8_and_printed_in_any_encoding(folder, line):
+    """Windows reads files and prints in the encoding of its country, unless a program says otherwise."""
+    program = [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning", "-m", "bigload"]
+    environment = {**os.environ, "PYTHONIOENCODING": "cp1252"}
+    done = subprocess.run([*program, *line.split()], cwd=folder, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_the_names_of_linux_are_taken_away():
+    for platform, name in [("darwin", "posix_fadvise"), ("win32", "preadv"), ("win32", "sysconf")]:
+        assert name in missing_on(platform)["os"]
+    assert missing_on("win32")["fcntl"] is None

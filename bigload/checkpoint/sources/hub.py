@@ -109,7 +109,7 @@ def _commit_of(address: HubAddress) -> str:
 
 def _kept_commit(path: Path) -> str | None:
     try:
-        text = path.read_text().strip()
+        text = path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
     return text if _COMMIT.fullmatch(text) else None

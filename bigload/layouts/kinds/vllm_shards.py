@@ -72,7 +72,7 @@ class _Names:
 
 
 def _names(version: str) -> _Names:
-    tables = json.loads(resources.files(__package__).joinpath("vllm_names.json").read_text())
+    tables = json.loads(resources.files(__package__).joinpath("vllm_names.json").read_text("utf-8"))
     if version not in tables:
         hint = "modules have other names in other versions; any vLLM reads the plain folder by its own loader"
         raise OptionError.of("vllm_version", version, f"one of {', '.join(tables)}, whose names are known", hint=hint)

@@ -5,7 +5,6 @@ A remote file is read by responses that go on over many pieces.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from bigload.errors import UnsupportedMethodError
 from bigload.loading.readers.direct import DirectReader
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.inflight_pool import BlockPool
+from bigload.machine.page_cache import evict_pages
 from bigload.machine.sparse_files import data_extents
 
 Pieces = Callable[[int, int], Iterator[tuple[int, memoryview]]]
@@ -93,9 +93,9 @@ class _UncachedReader(PositionalReader):
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         num_bytes = sum(buffer.nbytes for buffer in buffers)
-        os.posix_fadvise(self.descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        evict_pages(self.descriptor, offset, num_bytes)
         super().read_into(buffers, offset)
-        os.posix_fadvise(self.descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        evict_pages(self.descriptor, offset, num_bytes)
 
 
 def _opened(path: Path, blocks: BlockPool) -> ByteSource:
@@ -105,5 +105,4 @@ def _opened(path: Path, blocks: BlockPool) -> ByteSource:
     try:
         return DirectReader(path, pool=blocks)
     except UnsupportedMethodError:
-        # macOS has no posix_fadvise: its page cache answers.
-        return _UncachedReader(path) if hasattr(os, "posix_fadvise") else PositionalReader(path)
+        return _UncachedReader(path)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from bigload.descriptors import flush_data
 from bigload.layouts.writing.output_file_writer import write_errors
 from bigload.units import MIB
 
@@ -125,7 +126,7 @@ class Journal:
             # O_APPEND: one write is one line, also from several threads.
             if os.write(self._descriptor, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fdatasync(self._descriptor)
+            flush_data(self._descriptor)
 
 
 def read_progress(folder: Path) -> JournalState | None:

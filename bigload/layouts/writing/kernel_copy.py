@@ -9,7 +9,6 @@ else, and slower than `writer.py`, so it is not used.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import struct
 from collections import Counter
@@ -103,6 +102,8 @@ def _copyable_ranges(tensors: Sequence[OutputTensor], at: int) -> Iterator[tuple
 
 
 def _clone(source: int, start: int, target: int, at: int, num_bytes: int) -> None:
+    import fcntl  # not on Windows, which needs this module to verify
+
     fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, start, num_bytes, at))
 
 

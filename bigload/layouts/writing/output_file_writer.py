@@ -14,12 +14,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import fill
+from bigload.descriptors import flush_data
 from bigload.errors import BigloadError, ReadError, WriteError
 from bigload.loading.readers.direct import direct_alignment
+from bigload.machine.libc import libc
+from bigload.machine.page_cache import evict_pages
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc_fallocate = getattr(_libc, "fallocate", None)
-_libc_sync_file_range = getattr(_libc, "sync_file_range", None)
+_libc_fallocate = getattr(libc, "fallocate", None)
+_libc_sync_file_range = getattr(libc, "sync_file_range", None)
 _START, _START_AND_WAIT = 2, 1 | 2 | 4
 _LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
@@ -103,8 +105,8 @@ class OutputFileWriter:
         if not self._is_direct:
             with self._writing():
                 if not self._sync_range(offset, len(view), _START_AND_WAIT):
-                    os.fdatasync(self.descriptor)
-            os.posix_fadvise(self.descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
+                    flush_data(self.descriptor)
+            evict_pages(self.descriptor, offset, len(view))
         fill([view], self.descriptor, offset, self.path)
 
     def flush(self) -> None:
@@ -114,7 +116,7 @@ class OutputFileWriter:
             WriteError: they could not be flushed.
         """
         with self._writing():
-            os.fdatasync(self.descriptor)
+            flush_data(self.descriptor)
 
     def finish(self) -> None:
         """Truncate the file to its final size and flush it.
@@ -126,7 +128,7 @@ class OutputFileWriter:
             os.ftruncate(self.descriptor, self._num_bytes)
             os.fsync(self.descriptor)
         with suppress(OSError):
-            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            evict_pages(self.descriptor)
 
     def close(self) -> None:
         """Close the file. Safe to repeat."""

@@ -12,6 +12,7 @@ import xxhash
 from bigload.errors import DamagedOutputError, ReadError
 from bigload.layouts.verification.manifest import FileRecord
 from bigload.layouts.writing.output_file_writer import write_errors
+from bigload.machine.page_cache import evict_pages
 from bigload.units import MIB
 
 _PIECE_BYTES = 4 * MIB
@@ -50,7 +51,7 @@ def check_file(path: Path, record: FileRecord) -> None:
     try:
         with path.open("rb", buffering=0) as file:
             with suppress(OSError):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                evict_pages(file.fileno())
             while piece := file.read(_PIECE_BYTES):
                 digest.update(piece)
                 num_bytes += len(piece)

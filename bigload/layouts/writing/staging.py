@@ -9,7 +9,6 @@ while a rank is still writing after rank 0 has died.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import time
@@ -262,10 +261,12 @@ def _is_ours(lock: int, folder: Path) -> bool:
         return False
 
 
-def _is_locked(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+def _is_locked(descriptor: int, *, is_shared: bool = False) -> bool:
     """Lock the open journal; return `False` if another process has. Some clusters' file systems have no locks."""
+    import fcntl  # not on Windows, which needs this module to verify
+
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -287,7 +288,7 @@ def _is_locked_by_others(folder: Path, *, own: str = "") -> bool:
             raise WriteError(path, error) from error
         try:
             # Shared, so that ranks which look at the same moment do not take each other for a writer.
-            if not _is_locked(descriptor, fcntl.LOCK_SH):
+            if not _is_locked(descriptor, is_shared=True):
                 return True
         finally:
             os.close(descriptor)

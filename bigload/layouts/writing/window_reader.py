@@ -9,7 +9,6 @@ between their elements need torch.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 from bigload.checkpoint.byte_source import ByteSource, expect_reads
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, OperandRows
+from bigload.descriptors import MAX_BUFFERS
 from bigload.dtypes import DTYPES
 from bigload.extras import require
 from bigload.layouts.output import OutputTensor
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from bigload.loading.staging.cpu_stager import HostStager
     from bigload.loading.staging.row_computer import RowComputer
 
-_MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 _LEAST_SCATTERED_BYTES = 256
 """Shorter rows are copied from a block: the system takes longer for one than a copy does."""
 
@@ -316,7 +315,7 @@ def _scatter(job: ReadJob, views: Sequence[memoryview], source: ByteSource) -> N
                 buffers.append(scratch[: start - end])
             buffers.append(view[at : at + length])
             end = start + length
-            if len(buffers) > _MAX_BUFFERS - 2:  # as many as one call of the system takes
+            if len(buffers) > MAX_BUFFERS - 2:  # as many as one call of the system takes
                 source.read_into(buffers, job.offset + begin)
                 buffers, begin = [], end
     if buffers:

@@ -7,7 +7,6 @@ so that an interrupted run can be resumed. Memory is bounded whatever the size o
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from bigload.loading.progress import Tally
 from bigload.loading.source_pool import MAX_OPEN_FILES
 from bigload.machine.huge_pages import Buffer, address_of
 from bigload.machine.inflight_pool import BlockPool
+from bigload.machine.libc import libc
 from bigload.machine.thread_pool import run_jobs
 from bigload.units import KIB, MIB
 
@@ -42,10 +42,6 @@ MAX_RUN_BYTES = 64 * MIB
 """Windows that a thread takes at once from a remote checkpoint: a request or a few."""
 
 LEAST_WINDOW_BYTES = 64 * KIB
-
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +234,7 @@ class Writer:
         view = memoryview(block)[:padded]
         known = len(window.header) + sum(len(content) for _, content in window.literals)
         if known + sum(portion.stop - portion.start for portion in window.portions) < padded:
-            _libc.memset(address_of(block), 0, padded)
+            libc.memset(address_of(block), 0, padded)
         view[: len(window.header)] = window.header
         for offset, content in window.literals:
             view[offset : offset + len(content)] = content
@@ -255,7 +251,7 @@ class Writer:
             with self._pool.lend() as other:
                 back = memoryview(other)[: len(view)]
                 file.sink.read(back, window.start)
-                if _libc.memcmp(address_of(block), address_of(other), num_bytes):
+                if libc.memcmp(address_of(block), address_of(other), num_bytes):
                     difference = next(index for index in range(num_bytes) if view[index] != back[index])
                     raise file.verification_error(window.start + difference)
         if file.is_digested:

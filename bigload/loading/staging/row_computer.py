@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from bigload.loading.slices import Slice, source_rows
 from bigload.loading.staging.cpu_stager import Blocks, block_of, bytes_in, cast_into, lent
 from bigload.loading.staging.openmp import without_team
 from bigload.loading.tensors import torch_dtype
+from bigload.machine.thread_pool import usable_cores
 from bigload.units import MIB
 
 STEP_ELEMENTS = 256 * 1024
@@ -52,7 +52,7 @@ class RowComputer:
         self._kept: Held = {}
         self._recent: Held = {}  # the one used last is the last
         self._idle: list[Blocks] = []
-        self._turns = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+        self._turns = threading.BoundedSemaphore(usable_cores())
 
     def compute(
         self, tensor: ComputedTensor, start: int, stop: int, memory: memoryview, *, parts: Sequence[Slice], dtype: DType
