@@ -54,6 +54,7 @@ _MODULES = {
     "bigload.layouts.reshard": "ReshardReport reshard",
     "bigload.layouts.transforms.dequantize": "Dequantize",
     "bigload.layouts.transforms.lora": "MergeLora",
+    "bigload.layouts.transforms.quantize": "Quantize",
     "bigload.layouts.transforms.tensor_names": "AddPrefix Drop Only Rename",
     "bigload.layouts.verification.verify": "FileProblem VerifyReport verify",
     "bigload.loading.load": "LoadedTensors load",

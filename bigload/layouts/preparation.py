@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from bigload.layouts.selection import lay_out, open_source, recorded_options
 from bigload.layouts.side_files import CONFIG_FILE, SideFile, files_beside, is_single_file
 from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.layouts.transforms.gguf_values import DecodeGguf
+from bigload.layouts.transforms.quantize import Quantize
+from bigload.layouts.transforms.transform import Transform
 from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.verification.verify import Level
 from bigload.layouts.verification.verify import verify as verify_folder
@@ -109,7 +111,7 @@ def prepare_reshard(
     can_share_blocks = kernel is KernelCopy.CLONE
     named = named_tensors(checkpoint, None if plan is not None else options.names)
     asked = options if named.is_changed or plan is not None else replace(options, names=None)
-    for transform in ([DecodeGguf(options.dtypes.dtype)] if is_gguf else []) + [*options.transforms]:
+    for transform in _transforms(options, is_gguf=is_gguf):
         named = transform.apply(named)
     if plan is not None:
         _check_planned_forms(checkpoint, named)
@@ -146,6 +148,17 @@ def prepare_reshard(
     spans = (span for file in output.files for tensor in file.tensors for span in tensor.spans)
     warn_of_whole_files(checkpoint.root, sizes, spans)
     return prepared
+
+
+def _transforms(options: ReshardOptions, *, is_gguf: bool) -> Iterator[Transform]:
+    """Yield what happens to tensors, in this order. Weights are quantised in the dtype that others are cast to."""
+    if is_gguf:
+        yield DecodeGguf(options.dtypes.dtype)
+    for transform in options.transforms:
+        if isinstance(transform, Quantize) and transform is not options.transforms[-1]:
+            hint = "its config names modules, and scales belong to weights: change names and tensors first"
+            raise OptionError.of("quantize", transform.scheme, "to be the last of the transforms", hint=hint)
+        yield replace(transform, dtypes=options.dtypes) if isinstance(transform, Quantize) else transform
 
 
 def _check_planned_forms(checkpoint: Checkpoint, found: TensorsToWrite) -> None:

@@ -40,6 +40,17 @@ def transforms_given(
             yield made_by[option](value)
 
 
+def check_beside(option: str, value: str | None, depending: Mapping[str, Sequence[str] | None]) -> None:
+    """Raise if one of the options `depending` is given, and not `option`, without which it means nothing.
+
+    Raises:
+        OptionError: it is so.
+    """
+    for other, given in depending.items():
+        if given and value is None:
+            raise OptionError.of(other, given, f"{option} along with it")
+
+
 def metadata_given(texts: Sequence[str]) -> dict[str, str]:
     """Return what `--set-metadata KEY=VALUE` says.
 

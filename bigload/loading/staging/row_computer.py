@@ -21,6 +21,9 @@ from bigload.units import MIB
 STEP_ELEMENTS = 256 * 1024
 """What is computed at a time: few enough to stay in a core's cache, many enough to hide the cost of a call."""
 
+_STEP_BYTES = 4 * STEP_ELEMENTS
+"""Most of operands that are read at a time: a row of scales takes many rows of a weight."""
+
 _RECENT_BYTES = 128 * MIB
 """Operands used last that stay in memory; a single one may be larger."""
 
@@ -69,11 +72,11 @@ class RowComputer:
         width = max(tensor.shape[-1] if tensor.shape else 1, 1)
         cuts = [(part.start, part.stop) for part in parts if part.dim == len(tensor.shape) - 1]
         columns = sum(stop - start for start, stop in cuts) if cuts else width
-        beyond = 0
+        beyond, step = 0, min(STEP_ELEMENTS // width, _STEP_BYTES // _read_bytes(tensor))
         with self._turns, lent(self._idle) as blocks, without_team():
             memory_of_call = _Memory(blocks, {})
             for row, low, high in source_rows(tensor.shape, parts, first // columns, -(-last // columns)):
-                for begin, end in _steps(low, high, STEP_ELEMENTS // width, tensor.operation.row_multiple):
+                for begin, end in _steps(low, high, step, tensor.operation.row_multiple):
                     values = self._rows(tensor, begin, end, memory_of_call, "operand")
                     if cuts:
                         values = torch.cat([values[:, start:stop] for start, stop in cuts], dim=1)
@@ -146,6 +149,14 @@ class RowComputer:
         if isinstance(tensor, TensorInfo) and tensor.strides is not None:
             return values.view(tensor.torch_shape)
         return values.view(rows.stop - rows.start, -1)
+
+
+def _read_bytes(tensor: ComputedTensor) -> int:
+    """Return about how many bytes are read for one row, besides what is kept."""
+    first, last = tensor.whole_rows(0, 1)
+    rows = tensor.operation.rows_for(first, last)
+    num_bytes = sum(each.num_bytes for each in rows if not (each.is_kept or each.is_recent))
+    return max(num_bytes // max(last - first, 1), 1)
 
 
 def _steps(start: int, stop: int, step: int, multiple: int) -> Iterator[tuple[int, int]]:

@@ -28,7 +28,7 @@ from bigload_cli.options import (
     size_option,
 )
 from bigload_cli.output_folders import confirm, interruptible
-from bigload_cli.transforms_given import metadata_given, transforms_given
+from bigload_cli.transforms_given import check_beside, metadata_given, transforms_given
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +54,7 @@ Examples:
   bigload reshard ./llama-70b ./llama-70b.tp4 --tp 4
   bigload reshard ./mixtral ./mixtral.fused --names transformers
   bigload reshard ./llama-70b ./merged --lora ./adapter
+  bigload reshard ./llama-70b ./llama-70b.fp8 --quantize fp8-block
   bigload reshard ./llava ./llama --only 'language_model.*' --rename 's/^language_model\\.//'
   bigload reshard ./llama-70b ./offload --layout offload --offload-format dat
   bigload reshard plan.json ./llama-70b.split --resume
@@ -121,6 +122,22 @@ def reshard(
     dequantize: Annotated[
         str | None,
         typer.Option("--dequantize", metavar="DTYPE", help="Write quantised weights as plain ones, such as bf16."),
+    ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            metavar="SCHEME",
+            help="Round weights to fp8-block, fp8-channel, int8 or int4-g128 (-g64, -g32).",
+        ),
+    ] = None,
+    keep_plain: Annotated[
+        list[str] | None,
+        typer.Option("--keep-plain", metavar="PATTERN", help="Weights that --quantize leaves plain. Repeat for more."),
+    ] = None,
+    quantize_also: Annotated[
+        list[str] | None,
+        typer.Option("--quantize-also", metavar="PATTERN", help="Weights it would leave: lm_head. Repeat for more."),
     ] = None,
     lora: Annotated[
         list[str] | None,
@@ -190,6 +207,7 @@ def reshard(
     from bigload.layouts.preparation import prepare_reshard
     from bigload.layouts.transforms.dequantize import Dequantize
     from bigload.layouts.transforms.lora import MergeLora
+    from bigload.layouts.transforms.quantize import Quantize
     from bigload.layouts.transforms.tensor_names import AddPrefix, Drop, Only, Rename
     from bigload_cli.output import say, say_warnings
     from bigload_cli.progress import shown_progress
@@ -197,9 +215,11 @@ def reshard(
     in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)
     if lora_scale and len(lora_scale) != len(lora or ()):
         raise OptionError.of("--lora-scale", len(lora_scale), "as many as there are --lora, in their order")
+    check_beside("--quantize", quantize, {"--keep-plain": keep_plain, "--quantize-also": quantize_also})
     scales = iter(lora_scale or [1.0] * len(lora or ()))
     made_by: dict[str, Callable[[str], Transform]] = {
         "--dequantize": Dequantize.parse,
+        "--quantize": lambda scheme: Quantize(scheme, tuple(keep_plain or ()), tuple(quantize_also or ())),
         "--lora": lambda path: MergeLora(path, next(scales)),
         "--rename": Rename.parse,
         "--add-prefix": AddPrefix,
@@ -208,6 +228,7 @@ def reshard(
     }
     values = {
         "--dequantize": [dequantize] if dequantize else (),
+        "--quantize": [quantize] if quantize else (),
         "--lora": lora or (),
         "--rename": rename or (),
         "--add-prefix": add_prefix or (),
