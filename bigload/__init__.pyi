@@ -89,6 +89,7 @@ from bigload.layouts.reshard import ReshardReport as ReshardReport
 from bigload.layouts.reshard import reshard as reshard
 from bigload.layouts.transforms.dequantize import Dequantize as Dequantize
 from bigload.layouts.transforms.lora import MergeLora as MergeLora
+from bigload.layouts.transforms.quantize import Quantize as Quantize
 from bigload.layouts.transforms.tensor_names import AddPrefix as AddPrefix
 from bigload.layouts.transforms.tensor_names import Drop as Drop
 from bigload.layouts.transforms.tensor_names import Only as Only
