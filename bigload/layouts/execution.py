@@ -12,13 +12,13 @@ from typing import Any
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
 from bigload.checkpoint.fingerprint import fingerprint
+from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, ManifestSource, manifest_lines
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.errors import RankError, ReadError, WriteError
 from bigload.layouts.choices import Verify
 from bigload.layouts.output import OutputFile
 from bigload.layouts.preparation import PreparedReshard
 from bigload.layouts.side_files import SideFile
-from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, ManifestSource, manifest_lines
 from bigload.layouts.writing.output_file_writer import direct_write_alignment
 from bigload.layouts.writing.read_sizes import bytes_to_read
 from bigload.layouts.writing.resume_check import ReusableFile, recheck

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
 from bigload.checkpoint.formats.registry import GGUF, check_data_is_read
+from bigload.checkpoint.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.checkpoint.model import Checkpoint, TensorInfo, forms_of
 from bigload.checkpoint.pipeline import refuse_pipeline
 from bigload.conversion.computed_tensor import ComputedTensor, Operand
@@ -30,7 +31,6 @@ from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.layouts.transforms.gguf_values import DecodeGguf
 from bigload.layouts.transforms.quantize import Quantize
 from bigload.layouts.transforms.transform import Transform
-from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.verification.verify import Level
 from bigload.layouts.verification.verify import verify as verify_folder
 from bigload.layouts.writing.kernel_copy import KernelCopy, kernel_copy

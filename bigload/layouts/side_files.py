@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import expect_reads, read_range, scheme_of
 from bigload.checkpoint.index import resolve_shard
+from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.checkpoint.model import Checkpoint
 from bigload.dtypes import DType
 from bigload.errors import ReadError
@@ -23,7 +24,6 @@ from bigload.layouts.folder_files import folder_files
 from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.layouts.other_weights import OtherWeights, is_weight_file, other_weights
 from bigload.layouts.output import Output
-from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.machine.activities import NO_RECORDER
 from bigload.units import MIB
 

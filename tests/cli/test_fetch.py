@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bigload.layouts.verification.manifest import MANIFEST_FILE
+from bigload.checkpoint.manifest import MANIFEST_FILE
 from builders import contents
 
 

@@ -9,7 +9,7 @@ import torch
 from jsonschema import Draft202012Validator
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.layouts.verification.manifest import FileRecord, Manifest, ManifestSource, manifest_lines
+from bigload.checkpoint.manifest import FileRecord, Manifest, ManifestSource, manifest_lines
 from bigload.machine.machine_profile import DeviceProfile, MachineProfile
 from bigload.planning.expert_stats import ExpertStats
 from builders import make_checkpoint, make_pipeline, make_split, record_of, write_shard

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bigload.layouts.verification.manifest import MANIFEST_FILE
+from bigload.checkpoint.manifest import MANIFEST_FILE
 from builders import contents, make_checkpoint
 
 PROGRAM = Path(sys.executable).with_name("bigload")

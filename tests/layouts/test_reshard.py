@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import bigload
+from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.errors import (
     DamagedOutputError,
     InvalidPlanError,
@@ -29,7 +30,6 @@ from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
-from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.writing.output_file_writer import OutputFileWriter
 from bigload.layouts.writing.small_files import write_file
 from bigload.loading.settings import MAX_THREADS

@@ -13,10 +13,10 @@ import pytest
 
 import bigload
 import make as fixtures
+from bigload.checkpoint.manifest import read_manifest
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
-from bigload.layouts.verification.manifest import read_manifest
 from bigload.layouts.writing import files_in_progress as files_module
 from bigload.planning.plan_file import write_plan
 from builders import digest_of, make_checkpoint, stored_tensors

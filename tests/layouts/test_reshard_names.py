@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from piece_moves import bijections
 
 import bigload
+from bigload.checkpoint.manifest import read_manifest
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.conversion import derived, model_classes, transformers_checkpoints
 from bigload.conversion import strided_pieces as pieces
@@ -22,7 +23,6 @@ from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard
-from bigload.layouts.verification.manifest import read_manifest
 from bigload.layouts.writing import writer
 from bigload.layouts.writing.window_reader import Portion, jobs_for
 from bigload.planning.choices import NameScheme

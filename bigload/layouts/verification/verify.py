@@ -20,6 +20,7 @@ from pathlib import Path
 from bigload.checkpoint.byte_source import address_text, scheme_of
 from bigload.checkpoint.formats.registry import read_shard_header
 from bigload.checkpoint.index import resolve_shard
+from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
 from bigload.checkpoint.model import Span
 from bigload.checkpoint.source import REMOTE_READS, locate
 from bigload.errors import (
@@ -34,7 +35,6 @@ from bigload.errors import (
 )
 from bigload.layouts.dat_format import DAT_SUFFIX
 from bigload.layouts.verification.digests import FileDigest, TensorRange
-from bigload.layouts.verification.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
 from bigload.layouts.verification.stored_pieces import OpenPieces, open_pieces
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.settings import MAX_THREADS

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import xxhash
 
+from bigload.checkpoint.manifest import FileRecord
 from bigload.errors import BigloadError, DamagedOutputError, ReadError
 from bigload.layouts.output import OutputFile
 from bigload.layouts.verification.digests import FileDigest, InOrderDigest
-from bigload.layouts.verification.manifest import FileRecord
 from bigload.layouts.writing.journal import Journal
 from bigload.layouts.writing.output_file_writer import OutputFileWriter
 from bigload.layouts.writing.resume_check import ReusableFile

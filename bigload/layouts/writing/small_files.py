@@ -9,8 +9,8 @@ from pathlib import Path
 
 import xxhash
 
+from bigload.checkpoint.manifest import FileRecord
 from bigload.errors import DamagedOutputError, ReadError
-from bigload.layouts.verification.manifest import FileRecord
 from bigload.layouts.writing.output_file_writer import write_errors
 from bigload.machine.page_cache import evict_pages
 from bigload.units import MIB

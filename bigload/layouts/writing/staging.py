@@ -17,9 +17,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigload.checkpoint.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.documents import flush_folder
 from bigload.errors import BigloadError, OutputExistsError, RankError, WriteError
-from bigload.layouts.verification.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.layouts.writing.journal import PREFIX, Journal, JournalState, journal_name, read_progress
 from bigload.layouts.writing.output_file_writer import write_errors
 from bigload.units import counted, format_size

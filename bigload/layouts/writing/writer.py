@@ -15,12 +15,12 @@ from pathlib import Path
 
 import xxhash
 
+from bigload.checkpoint.manifest import FileRecord
 from bigload.checkpoint.model import TensorInfo
 from bigload.checkpoint.sources.range_streams import Shares
 from bigload.layouts.choices import Verify
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import OutputFile
-from bigload.layouts.verification.manifest import FileRecord
 from bigload.layouts.writing.files_in_progress import FileInProgress, UnorderedFile
 from bigload.layouts.writing.journal import Journal
 from bigload.layouts.writing.kernel_copy import KernelCopy, copy_in_kernel

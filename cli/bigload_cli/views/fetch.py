@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.layouts.fetching.fetch import FetchReport, PreparedFetch
-from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.writing.staging import leftover, staging_folder
 from bigload.plain_text import printable
 from bigload.units import counted, format_rate, format_size

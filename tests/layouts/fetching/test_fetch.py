@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import bigload
+from bigload.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from bigload.checkpoint.part import PART_FILE
 from bigload.checkpoint.source import open_checkpoint
 from bigload.checkpoint.sources import hub
@@ -28,7 +29,6 @@ from bigload.errors import (
 from bigload.layouts import preparation
 from bigload.layouts.fetching.fetch import prepare_fetch
 from bigload.layouts.fetching.options import FetchOptions
-from bigload.layouts.verification.manifest import MANIFEST_FILE, read_manifest
 from bigload.machine.cache_folder import cache_folder
 from builders import contents
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import bigload
 from bigload.checkpoint.byte_source import PositionalReader
+from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.errors import DamagedOutputError, OptionError
 from bigload.layouts.verification import stored_pieces as pieces_module
 from bigload.layouts.verification import verify as verify_module
-from bigload.layouts.verification.manifest import MANIFEST_FILE
 from bigload.layouts.verification.verify import verify
 from bigload.loading.readers import direct as direct_module
 from builders import num_bytes_of, open_descriptors, write_index, write_manifest, write_raw, write_shard

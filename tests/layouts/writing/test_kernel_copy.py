@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bigload
+from bigload.checkpoint.manifest import read_manifest
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import DATA_ALIGNMENT, OutputFile, OutputTensor
 from bigload.layouts.preparation import prepare_reshard
 from bigload.layouts.reshard import reshard, run_reshard
-from bigload.layouts.verification.manifest import read_manifest
 from bigload.layouts.writing import kernel_copy as in_kernel_module
 from bigload.layouts.writing.kernel_copy import KernelCopy, copy_in_kernel, data_offset, kernel_copy
 from bigload.layouts.writing.windows import DataRanges

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bigload.checkpoint.manifest import MANIFEST_FILE, Manifest, ManifestSource, manifest_lines
 from bigload.errors import OutputExistsError, WriteError
-from bigload.layouts.verification.manifest import MANIFEST_FILE, Manifest, ManifestSource, manifest_lines
 from bigload.layouts.writing.journal import journal_name
 from bigload.layouts.writing.small_files import write_file
 from bigload.layouts.writing.staging import (

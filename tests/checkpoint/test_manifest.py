@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bigload.checkpoint import manifest as manifest_module
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.errors import DamagedOutputError, ManifestNotFoundError, ReadError
-from bigload.layouts.verification import manifest as manifest_module
-from bigload.layouts.verification.manifest import (
+from bigload.checkpoint.manifest import (
     MANIFEST_FILE,
     FileRecord,
     Manifest,
@@ -18,6 +17,7 @@ from bigload.layouts.verification.manifest import (
     manifest_lines,
     read_manifest,
 )
+from bigload.errors import DamagedOutputError, ManifestNotFoundError, ReadError
 from builders import record_of
 
 # What `xxhsum -H2` prints for an empty file; XXH128 of no input, in the sanity tests of xxHash itself.
