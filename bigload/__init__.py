@@ -56,6 +56,7 @@ _MODULES = {
     "bigload.layouts.transforms.lora": "MergeLora",
     "bigload.layouts.transforms.quantize": "Quantize",
     "bigload.layouts.transforms.tensor_names": "AddPrefix Drop Only Rename",
+    "bigload.layouts.verification.make_manifest": "ManifestReport write_manifest",
     "bigload.layouts.verification.verify": "FileProblem VerifyReport verify",
     "bigload.loading.load": "LoadedTensors load",
     "bigload.loading.progress": "Progress",

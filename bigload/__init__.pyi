@@ -94,6 +94,8 @@ from bigload.layouts.transforms.tensor_names import AddPrefix as AddPrefix
 from bigload.layouts.transforms.tensor_names import Drop as Drop
 from bigload.layouts.transforms.tensor_names import Only as Only
 from bigload.layouts.transforms.tensor_names import Rename as Rename
+from bigload.layouts.verification.make_manifest import ManifestReport as ManifestReport
+from bigload.layouts.verification.make_manifest import write_manifest as write_manifest
 from bigload.layouts.verification.verify import FileProblem as FileProblem
 from bigload.layouts.verification.verify import VerifyReport as VerifyReport
 from bigload.layouts.verification.verify import verify as verify

@@ -1,4 +1,4 @@
-"""Manifest of a resharded folder: sizes and digests of its files and tensors when they were written.
+"""Manifest of a folder: sizes and digests of its files and tensors when they were written, or when it was made.
 
 `bigload-manifest.json` lies in the folder and names every file but itself, with its size, the digest of its bytes and
 the digest of the bytes of each tensor in it. The digest is XXH3 of 128 bits in its canonical form, most significant
@@ -38,7 +38,7 @@ MAX_MANIFEST_BYTES = 512 * MIB
 STAGING_SUFFIX = ".partial"
 """Of the folder in which a reshard is at work; nothing under such a name passes for finished."""
 
-_ONLY_OURS = "only what bigload reshard or fetch wrote has one; bigload inspect checks the headers of any checkpoint"
+_HOW_TO_MAKE = "bigload manifest DIR writes one for any checkpoint on this machine, as it is now"
 _SERVICE_PARTS = 2
 """Parts of a location that name no folder: `hf:/organisation`, `s3:/bucket`."""
 
@@ -145,14 +145,27 @@ def read_manifest(folder: str | Path) -> Manifest:
     root = Path(folder)
     if not scheme_of(root).is_local:
         return _remote_manifest(root)
-    place = _manifest_of(root)
+    return read_manifest_file(_manifest_of(root), source=root / MANIFEST_FILE)
+
+
+def read_manifest_file(path: Path, *, source: Path | None = None) -> Manifest:
+    """Read the manifest at `path`, a local file; errors name `source`, or else `path`.
+
+    Raises:
+        ManifestNotFoundError: no such file.
+        DamagedOutputError, ReadError: as `read_manifest`.
+    """
+    named = source or path
+    place = path.expanduser()
+    if source is None and not place.exists():
+        raise ManifestNotFoundError(path, "no such file", hint="bigload manifest DIR -o FILE writes one")
     with PositionalReader(place) as reader:
         num_bytes = os.fstat(reader.descriptor).st_size
         if num_bytes > MAX_MANIFEST_BYTES:
-            raise _unusable(place, f"{num_bytes} bytes, expected {MAX_MANIFEST_BYTES} at most")
+            raise _unusable(named, f"{num_bytes} bytes, expected {MAX_MANIFEST_BYTES} at most")
         content = bytearray(num_bytes)
         reader.read_into([memoryview(content)], 0)
-    return manifest_from_json(content.decode(errors=_PATHS), source=str(root / MANIFEST_FILE))
+    return manifest_from_json(content.decode(errors=_PATHS), source=str(named))
 
 
 def _remote_manifest(root: Path) -> Manifest:
@@ -178,7 +191,7 @@ def _hint_without(root: Path) -> str:
     if known:
         files, address = counted(known, "file"), address_text(root)
         return f"the service knows SHA-256 of {files}: bigload fetch {address} compares them with what it copies"
-    return _ONLY_OURS
+    return _HOW_TO_MAKE
 
 
 def _part_of(folder: Path | str, whole: Path | str) -> ManifestNotFoundError:
@@ -221,7 +234,9 @@ def _manifest_of(root: Path) -> Path:
         for parent in real.parents[:2]:
             if (parent / MANIFEST_FILE).is_file():
                 raise _part_of(root, parent)
-        raise ManifestNotFoundError(root, f"no {MANIFEST_FILE} in it", hint=_ONLY_OURS)
+        raise ManifestNotFoundError(
+            root, f"no {MANIFEST_FILE} in it", hint=f"bigload manifest {root} writes one for the files as they are now"
+        )
     place = resolve_shard(root, MANIFEST_FILE)
     if isinstance(place, str):
         raise _unusable(root / MANIFEST_FILE, f"it {place}")

@@ -175,7 +175,7 @@ def test_what_is_no_resharded_folder_is_refused_with_the_reason(tmp_path, name, 
     with pytest.raises(ManifestNotFoundError, match=words) as refused:
         read_manifest(f"{tmp_path}/{name}")
     assert isinstance(refused.value, FileNotFoundError)
-    assert name or "bigload reshard" in refused.value.hint
+    assert name or "bigload manifest" in refused.value.hint
 
 
 @pytest.mark.parametrize("name", ["cuda-0", "ranks/0"])

@@ -12,7 +12,7 @@ import typer.main
 from bigload_cli import verbs
 from bigload_cli.verbs import app_of
 
-VERBS = ["inspect", "plan", "fetch", "reshard", "run", "verify", "measure", "bench-load"]
+VERBS = ["inspect", "plan", "fetch", "reshard", "run", "manifest", "verify", "diff", "measure", "bench-load"]
 EPILOGS = {verb: import_module(f"bigload_cli.commands.{verb.replace('-', '_')}").EPILOG for verb in VERBS}
 EXAMPLES = [
     (verb, line.strip())

@@ -24,6 +24,7 @@ NAMES = [
     "part",
     "reshard",
     "manifest",
+    "manifest-made",
     "ranks",
     "offload",
     "verify",
@@ -64,6 +65,7 @@ COMMANDS = [
     "bigload reshard tiny-llama out --json --dtype fp16 --keep-fp32 '*norm*'",
     "bigload reshard torch.bin out --json --layout offload --offload-format dat",
     "bigload reshard tiny-llama out --json --tp 2 --dry-run",
+    "bigload manifest tiny-llama --json",
     "bigload verify split --json",
     "bigload verify split --size-only --json",
     "bigload bench-load tiny-llama --runs 2 --threads 1,2 --json",
@@ -161,6 +163,7 @@ def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     family, _, version = document["schema"].partition("/")
     asked = [word.removeprefix("--") for word in command.split() if word.removeprefix("--") in QUESTIONS]
     verb = "plan" if "tiny.json --json" in command else (asked or command.split()[1:])[0]
+    verb = {"manifest": "manifest-made"}.get(verb, verb)
     assert (family, version) == (f"bigload.{verb}", VERSIONS.get(verb, "1.0"))
     described = schema(verb)
     Draft202012Validator(described).validate(document)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from bigload.checkpoint.model import TensorInfo
 from bigload.layouts.output import OutputFile
 from bigload.units import MIB
 
@@ -29,6 +30,23 @@ class TensorRange(NamedTuple):
     stop: int
 
 
+def ranges_of(tensors: Iterable[TensorInfo]) -> tuple[list[TensorRange], dict[str, str]]:
+    """Return where the tensors of a file are, in file order, and of tensors in the same bytes the name that is there.
+
+    Tensors that share only some bytes, as views of one storage in a torch file may, are left out but for the first.
+    """
+    ranges: list[TensorRange] = []
+    same: dict[str, str] = {}
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.span.start, tensor.span.stop)):
+        span, last = tensor.span, ranges[-1] if ranges else TensorRange("", 0, 0)
+        if ranges and (span.start, span.stop) == (last.start, last.stop):
+            same[tensor.name] = last.name
+        elif span.start >= last.stop:
+            ranges.append(TensorRange(tensor.name, span.start, span.stop))
+            same[tensor.name] = tensor.name
+    return ranges, same
+
+
 class DigestMark(NamedTuple):
     """A position in a file to which `FileDigest.rewind` can return."""
 
@@ -36,7 +54,7 @@ class DigestMark(NamedTuple):
     num_tensors: int
     whole: xxhash.xxh3_128
     tensor: xxhash.xxh3_128
-    sha256: hashlib._Hash | None
+    service: hashlib._Hash | None
 
 
 class FileDigest:
@@ -45,21 +63,22 @@ class FileDigest:
     Args:
         ranges: Where each tensor is, in file order and without overlaps.
         num_bytes: Size of the file.
-        with_sha256: Compute the SHA-256 of the file as well, at 1 to 2 GiB/s.
+        service: The digest by which a service knows the file, to compute as well; SHA-256 takes 1 to 2 GiB/s.
 
     Attributes:
+        num_bytes: Size of the file.
         position: Bytes digested so far.
         tensors: Digests, in hexadecimal, of the tensors that are complete, by name.
     """
 
-    def __init__(self, ranges: Iterable[TensorRange], num_bytes: int, *, with_sha256: bool = False) -> None:
+    def __init__(self, ranges: Iterable[TensorRange], num_bytes: int, *, service: hashlib._Hash | None = None) -> None:
         self.position = 0
         self.tensors: dict[str, str] = {}
         self._ranges = tuple(ranges)
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._whole = xxhash.xxh3_128()
         self._tensor = xxhash.xxh3_128()
-        self._sha256 = hashlib.sha256() if with_sha256 else None
+        self._service = service
         self.update(_ZEROS[:0])  # completes tensors without bytes at the beginning
 
     @classmethod
@@ -67,7 +86,7 @@ class FileDigest:
         """Return the digest of a file to write, before its first byte."""
         starts = zip(output.tensors, output.starts(), strict=True)
         ranges = (TensorRange(one.name, start, start + one.num_bytes) for one, start in starts)
-        return cls(ranges, output.num_bytes, with_sha256=output.sha256 is not None)
+        return cls(ranges, output.num_bytes, service=None if output.sha256 is None else hashlib.sha256())
 
     @property
     def so_far(self) -> str:
@@ -75,9 +94,9 @@ class FileDigest:
         return self._whole.hexdigest()
 
     @property
-    def sha256(self) -> str | None:
-        """SHA-256 of all bytes up to `position`, if it is computed."""
-        return None if self._sha256 is None else self._sha256.hexdigest()
+    def by_service(self) -> str | None:
+        """Digest of all bytes up to `position` as the service has it, if it is computed."""
+        return None if self._service is None else self._service.hexdigest()
 
     def update(self, view: memoryview) -> None:
         """Digest the bytes that follow in the file."""
@@ -112,24 +131,24 @@ class FileDigest:
 
     def finish(self) -> str:
         """Digest zeros up to the end of the file, and return the digest of all of it."""
-        self.skip_to(self._num_bytes)
+        self.skip_to(self.num_bytes)
         return self._whole.hexdigest()
 
     def mark(self) -> DigestMark:
         """Return what `rewind` needs to return here."""
-        sha256 = None if self._sha256 is None else self._sha256.copy()
-        return DigestMark(self.position, len(self.tensors), self._whole.copy(), self._tensor.copy(), sha256)
+        service = None if self._service is None else self._service.copy()
+        return DigestMark(self.position, len(self.tensors), self._whole.copy(), self._tensor.copy(), service)
 
     def rewind(self, mark: DigestMark) -> None:
         """Forget what was digested since `mark`; once for each mark."""
         while len(self.tensors) > mark.num_tensors:
             self.tensors.popitem()
-        self.position, self._whole, self._tensor, self._sha256 = mark.position, mark.whole, mark.tensor, mark.sha256
+        self.position, self._whole, self._tensor, self._service = mark.position, mark.whole, mark.tensor, mark.service
 
     def _feed(self, view: memoryview) -> None:
         self._whole.update(view)
-        if self._sha256 is not None:
-            self._sha256.update(view)
+        if self._service is not None:
+            self._service.update(view)
 
 
 @lru_cache(maxsize=1024)

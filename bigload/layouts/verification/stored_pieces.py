@@ -9,22 +9,75 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import ByteSource, OpenFile, PositionalReader, expect_reads, scheme_of
+from bigload.checkpoint.source import REMOTE_READS
 from bigload.errors import UnsupportedMethodError
+from bigload.layouts.verification.digests import FileDigest
 from bigload.loading.readers.direct import DirectReader
 from bigload.machine.activities import NO_RECORDER
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.page_cache import evict_pages
 from bigload.machine.sparse_files import data_extents
+from bigload.units import MIB
+
+BLOCK_BYTES = 2 * MIB
+DEFAULT_THREADS = 4
+"""Threads wait for the disk, whatever the number of cores. More were no faster on measured disks, one was slower."""
 
 Pieces = Callable[[int, int], Iterator[tuple[int, memoryview]]]
 """Yields what is stored between two bytes of a file, as positions and bytes; the bytes are valid until the next."""
 
 OpenPieces = Callable[[Path], AbstractContextManager[Pieces]]
 """Opens a file; see `open_pieces`."""
+
+
+def readers_of(sizes: Sequence[int], threads: int | None, *, is_local: bool = True) -> tuple[int, OpenPieces]:
+    """Return how many files of these `sizes` to read at a time, and what opens them.
+
+    A thread has one file at a time; where there are fewer large files than threads, the others read ahead of it.
+    """
+    wanted = threads or (DEFAULT_THREADS if is_local else REMOTE_READS)
+    num_threads = min(wanted, max(len(sizes), 1))
+    num_large = sum(size > BLOCK_BYTES for size in sizes)
+    # Responses of a server come in order: there is nothing to read ahead with.
+    ahead = max(min(wanted // max(num_large, 1), DEFAULT_THREADS), 1) if is_local else 1
+    # A job holds the blocks it reads into, and for moments one more, for the uneven end of a file.
+    blocks = BlockPool((ahead + 1) * num_threads, block_bytes=BLOCK_BYTES)
+    return num_threads, partial(open_pieces, blocks=blocks, ahead=ahead)
+
+
+def digest_file(open_file: OpenPieces, place: Path, digest: FileDigest, on_bytes: Callable[[int], object]) -> int:
+    """Digest all bytes of the file at `place`; holes count as zeros. Returns how many were read.
+
+    Args:
+        open_file: Opens it.
+        place: Where it is.
+        digest: What is updated, up to the size that it knows.
+        on_bytes: Called with the number of bytes that were digested, a block at a time.
+
+    Raises:
+        ReadError: it cannot be opened or read.
+    """
+
+    def skip_to(position: int) -> None:
+        while digest.position < position:  # in steps: a hole may take minutes to digest
+            num_bytes = min(BLOCK_BYTES, position - digest.position)
+            digest.skip_to(digest.position + num_bytes)
+            on_bytes(num_bytes)
+
+    read_bytes = 0
+    with open_file(place) as pieces:
+        for position, piece in pieces(0, digest.num_bytes):
+            skip_to(position)
+            read_bytes += piece.nbytes
+            digest.update(piece)
+            on_bytes(piece.nbytes)
+        skip_to(digest.num_bytes)
+    return read_bytes
 
 
 @contextmanager

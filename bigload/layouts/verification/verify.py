@@ -14,15 +14,15 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
-from bigload.checkpoint.formats.registry import read_shard_header
+from bigload.checkpoint.formats.registry import format_of, read_shard_header
 from bigload.checkpoint.index import resolve_shard
-from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
-from bigload.checkpoint.model import Span
-from bigload.checkpoint.source import REMOTE_READS, locate
+from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest, read_manifest_file
+from bigload.checkpoint.model import Span, TensorInfo
+from bigload.checkpoint.source import locate
+from bigload.dtypes import DTYPES
 from bigload.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
@@ -34,17 +34,12 @@ from bigload.errors import (
     ReadError,
 )
 from bigload.layouts.dat_format import DAT_SUFFIX
-from bigload.layouts.verification.digests import FileDigest, TensorRange
-from bigload.layouts.verification.stored_pieces import OpenPieces, open_pieces
+from bigload.layouts.verification.digests import FileDigest, ranges_of
+from bigload.layouts.verification.stored_pieces import OpenPieces, digest_file, readers_of
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.settings import MAX_THREADS
-from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.thread_pool import run_jobs
-from bigload.units import MIB, counted
-
-BLOCK_BYTES = 2 * MIB
-DEFAULT_THREADS = 4
-"""Threads wait for the disk, whatever the number of cores. More were no faster on measured disks, one was slower."""
+from bigload.units import counted
 
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".dat")
 """Names that a reader may take for weights: an unknown file with one of them is a warning."""
@@ -131,22 +126,25 @@ def verify(
     folder: str | Path,
     *,
     level: Level | str = Level.FULL,
+    manifest: str | Path | None = None,
     threads: int | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> VerifyReport:
-    """Compare every file of the resharded `folder` with its manifest.
+    """Compare every file of `folder` with its manifest.
 
     Differences and unreadable files are reported, not raised; see `VerifyReport.check`.
 
     Args:
-        folder: As `reshard` or `fetch` made it, wherever it has been moved, copied or uploaded to: a folder or a
-            remote location. Of a remote one the files are read by byte ranges, and nothing is kept.
+        folder: As `reshard` or `fetch` made it, or `write_manifest` found it, wherever it has been moved, copied or
+            uploaded to: a folder or a remote location. Of a remote one the files are read by byte ranges, and nothing
+            is kept.
         level: `"full"` reads everything, `"size"` looks at names and sizes alone.
+        manifest: File of the manifest, where it is not in the folder.
         threads: Number of blocks read at a time; `DEFAULT_THREADS` when left out, 16 of a remote folder.
         on_progress: Called after every digested block.
 
     Raises:
-        ManifestNotFoundError: not a folder that a reshard finished.
+        ManifestNotFoundError: no such folder, or it has no manifest.
         AccessDeniedError: a service refuses it to this user.
         DamagedOutputError: its manifest is not one.
         OptionError: `level` or `threads` is invalid.
@@ -158,18 +156,11 @@ def verify(
         raise OptionError.of("threads", threads, f"a whole number from 1 to {MAX_THREADS}")
     began = time.monotonic()
     root = _located(folder)
-    manifest = read_manifest(root)
-    is_local = scheme_of(root).is_local
-    wanted = threads or (DEFAULT_THREADS if is_local else REMOTE_READS)
-    num_threads = min(wanted, max(len(manifest.files), 1))
-    num_large = sum(record.num_bytes > BLOCK_BYTES for record in manifest.files.values())
-    # Responses of a server come in order: there is nothing to read ahead with.
-    ahead = max(min(wanted // max(num_large, 1), DEFAULT_THREADS), 1) if is_local else 1
-    # A job holds the blocks it reads into, and for moments one more, for the uneven end of a file.
-    blocks = BlockPool((ahead + 1) * num_threads, block_bytes=BLOCK_BYTES)
-    open_file = partial(open_pieces, blocks=blocks, ahead=ahead)
-    tally = Tally(manifest.num_bytes, on_progress)
-    checks = {file: _FileCheck(root, file, record, open_file, tally) for file, record in manifest.files.items()}
+    known = read_manifest(root) if manifest is None else read_manifest_file(Path(manifest))
+    sizes = [record.num_bytes for record in known.files.values()]
+    num_threads, open_file = readers_of(sizes, threads, is_local=scheme_of(root).is_local)
+    tally = Tally(known.num_bytes, on_progress)
+    checks = {file: _FileCheck(root, file, record, open_file, tally) for file, record in known.files.items()}
     look = _FileCheck.size if level == Level.SIZE else _FileCheck.everything
     found: dict[str, tuple[FileProblem, ...]] = {}
 
@@ -180,11 +171,11 @@ def verify(
     run_jobs(work, sorted(checks.values(), key=lambda check: -check.record.num_bytes), threads=num_threads)
     return VerifyReport(
         folder=root,
-        manifest=manifest,
+        manifest=known,
         level=Level(level),
-        problems=tuple(problem for file in manifest.files for problem in found[file]),
-        warnings=tuple(_extra_files(root, manifest)),
-        undigested=tuple(file for file, record in manifest.files.items() if record.digest is None),
+        problems=tuple(problem for file in known.files for problem in found[file]),
+        warnings=tuple(_extra_files(root, known)),
+        undigested=tuple(file for file, record in known.files.items() if record.digest is None),
         read_bytes=sum(check.read_bytes for check in checks.values()),
         seconds=time.monotonic() - began,
     )
@@ -214,7 +205,7 @@ class _FileCheck:
         self._tally = tally
         self._left_bytes = record.num_bytes
         # What was copied unchanged has a digest as a whole, and none for each tensor.
-        self._has_header = file.endswith(".safetensors") and bool(record.tensors)
+        self._has_header = bool(record.tensors) and format_of(file) is not None
 
     def size(self) -> tuple[FileProblem, ...]:
         """Return why the file is not there, or not of its size."""
@@ -260,65 +251,52 @@ class _FileCheck:
 
     def _contents(self, place: Path) -> list[FileProblem]:
         try:
-            spans = self._spans(place)
+            tensors = self._tensors(place)
         except InvalidCheckpointError as error:
             return [self._problem("header", problem.text) for problem in error.problems]
-        problems = list(self._other_names(spans))
+        problems = list(self._other_names(tensors))
         if self.record.digest is None and not any(self.record.tensors.values()):
             return problems
-        ranges = (TensorRange(name, span.start, span.stop) for name, span in spans.items())
+        ranges, same = ranges_of(tensors.values())
         digest = FileDigest(ranges, self.record.num_bytes)
-        self._read(place, digest)
-        for name, span in spans.items():
-            if self.record.tensors.get(name) not in (None, digest.tensors[name]):
-                text = f"tensor {name!r} differs, somewhere in bytes {span.start} to {span.stop}"
-                problems.append(self._problem("tensor", text, tensor=name, start=span.start, stop=span.stop))
+        self.read_bytes = digest_file(self._open_file, place, digest, self._count)
+        for name, (_, start, stop) in ((name, tensors[name].span) for name in same):
+            if self.record.tensors.get(name) not in (None, digest.tensors[same[name]]):
+                text = f"tensor {name!r} differs, somewhere in bytes {start} to {stop}"
+                problems.append(self._problem("tensor", text, tensor=name, start=start, stop=stop))
         if self.record.digest not in (None, digest.finish()) and not problems:
-            problems.append(self._elsewhere(spans))
+            problems.append(self._elsewhere(tensors))
         return problems
 
-    def _spans(self, place: Path) -> dict[str, Span]:
-        """Return where each tensor is, in the order of bytes, as the file says it itself; none where nothing says it.
+    def _tensors(self, place: Path) -> Mapping[str, TensorInfo]:
+        """Return the tensors of the file, in the order of bytes, as it says itself; none where nothing says it.
 
         Raises:
             InvalidCheckpointError, OSError: its header is not one, or cannot be read.
         """
         if self._has_header:
-            return {tensor.name: tensor.span for tensor in read_shard_header(place, self.file).tensors.values()}
+            return read_shard_header(place, self.file).tensors
         if len(self.record.tensors) == 1 and self.file.endswith(DAT_SUFFIX):  # a file of bare bytes
-            return {name: Span(self.file, 0, self.record.num_bytes) for name in self.record.tensors}
+            num_bytes = self.record.num_bytes
+            name = next(iter(self.record.tensors))
+            return {name: TensorInfo(name, DTYPES["U8"], (num_bytes,), Span(self.file, 0, num_bytes))}
         return {}
 
-    def _other_names(self, spans: Mapping[str, Span]) -> Iterator[FileProblem]:
+    def _other_names(self, tensors: Mapping[str, TensorInfo]) -> Iterator[FileProblem]:
         """Yield a problem if the header names other tensors than were written."""
-        differing = spans.keys() ^ self.record.tensors.keys() if self._has_header else ()
+        differing = tensors.keys() ^ self.record.tensors.keys() if self._has_header else ()
         if differing:
             name = min(differing)
-            place = "has" if name in spans else "lacks"
+            place = "has" if name in tensors else "lacks"
             yield self._problem("header", f"its header names other tensors than were written: it {place} {name!r:.200}")
 
-    def _elsewhere(self, spans: Mapping[str, Span]) -> FileProblem:
+    def _elsewhere(self, tensors: Mapping[str, TensorInfo]) -> FileProblem:
         """Return the problem for a difference outside of all tensors."""
-        if not self._has_header:
-            return self._problem("bytes", "its bytes differ", start=0, stop=self.record.num_bytes)
-        stop = min((span.start for span in spans.values()), default=self.record.num_bytes)
+        if not self._has_header or not self.file.endswith(".safetensors"):
+            where = "outside of its tensors" if tensors else ""
+            return self._problem("bytes", f"its bytes differ {where}".rstrip(), start=0, stop=self.record.num_bytes)
+        stop = min((tensor.span.start for tensor in tensors.values()), default=self.record.num_bytes)
         return self._problem("header", f"its header differs, somewhere in bytes 0 to {stop}", start=0, stop=stop)
-
-    def _read(self, place: Path, digest: FileDigest) -> None:
-        """Digest all bytes of the file."""
-        with self._open_file(place) as pieces:
-            for position, piece in pieces(0, self.record.num_bytes):
-                self._skip_to(position, digest)
-                self.read_bytes += piece.nbytes
-                digest.update(piece)
-                self._count(piece.nbytes)
-            self._skip_to(self.record.num_bytes, digest)
-
-    def _skip_to(self, position: int, digest: FileDigest) -> None:
-        while digest.position < position:  # in steps: a hole may take minutes to digest
-            num_bytes = min(BLOCK_BYTES, position - digest.position)
-            digest.skip_to(digest.position + num_bytes)
-            self._count(num_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self._left_bytes -= num_bytes

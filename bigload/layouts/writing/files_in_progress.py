@@ -89,7 +89,7 @@ class FileInProgress:
             if self.is_digested:
                 digest = self.digests.digest.finish()
                 tensors = {} if self.output.is_copy else self.digests.digest.tensors
-                self._check_sha256(self.digests.digest.sha256)
+                self._check_sha256(self.digests.digest.by_service)
             self.sink.finish()
             noted = list(tensors.items())[self._num_noted :] if self.is_digested else []
             self.journal.complete(self.output.file, {name: str(found) for name, found in noted}, digest)

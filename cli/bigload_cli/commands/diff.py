@@ -12,7 +12,7 @@ EPILOG = """\b
 Examples:
   bigload diff ./llama-8b ./llama-8b.tuned
   bigload diff org/model@main org/model@v1 --json | jq -r '.changed[].name'
-  bigload diff ./model ./model.bf16 -q && echo equal
+  bigload diff ./model ./model.bf16 -q
 
 \b
 Exit code 0: the same tensors, dtypes and bytes; 1: something differs.

@@ -1,7 +1,8 @@
-"""`bigload verify`: compare a resharded or fetched folder with its manifest."""
+"""`bigload verify`: compare a folder with its manifest."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ Examples:
   bigload verify ./llama-70b.split
   bigload verify ./llama-70b.split --size-only
   bigload verify me/llama-70b-split
+  bigload verify /mnt/models/llama-70b --manifest llama-70b.manifest.json
   bigload verify ./llama-70b.split --json | jq -r '.problems[].file'
 """
 
@@ -20,11 +22,17 @@ Examples:
 def verify(
     folder: Annotated[
         str,
-        typer.Argument(metavar="DIR", help="What bigload reshard or fetch made, or a copy: a folder, or a location."),
+        typer.Argument(
+            metavar="DIR", help="What has a manifest, by bigload reshard, fetch or manifest: a folder, a location."
+        ),
     ],
     size_only: Annotated[
         bool, typer.Option("--size-only", help="Compare names and sizes; read nothing but the manifest.")
     ] = False,
+    manifest: Annotated[
+        Path | None,
+        typer.Option("--manifest", metavar="FILE", help="The manifest, where it is not in DIR (bigload manifest -o)."),
+    ] = None,
     io_threads: Annotated[
         int | None,
         typer.Option(
@@ -35,9 +43,9 @@ def verify(
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,  # noqa: ARG001 - every verb takes it; this one has no table
 ) -> None:
-    """Compare a resharded or fetched folder with what was written.
+    """Compare a folder with its manifest.
 
-    Every byte is read: the manifest in the folder has a digest of every file and of every tensor. All differences are
+    Every byte is read: the manifest has a digest of every file and of every tensor. All differences are
     listed, down to the tensor; any of them ends with exit code 1.
     """
     from bigload.errors import DamagedOutputError
@@ -51,7 +59,7 @@ def verify(
 
     level = Level.SIZE if size_only else Level.FULL
     with shown_progress(quiet=quiet or size_only) as on_progress:
-        report = compare(folder, level=level, threads=io_threads, on_progress=on_progress)
+        report = compare(folder, level=level, manifest=manifest, threads=io_threads, on_progress=on_progress)
     peak = peak_bytes()
     for warning in report.warnings:
         output.say(f"warning: {printable(str(warning))}")

@@ -335,13 +335,13 @@ def test_memory_stays_that_of_the_blocks_whatever_the_size(tmp_path):
         write_shard(folder / f"{number}.safetensors", {f"w.{number}": ("U8", [30_000_000])})
     write_manifest(folder)
     taken = int(subprocess.run([sys.executable, "-c", PEAK, folder, "2"], capture_output=True, check=True).stdout)
-    assert taken < 2 * 2 * verify_module.BLOCK_BYTES + 8 * 2**20
+    assert taken < 2 * 2 * pieces_module.BLOCK_BYTES + 8 * 2**20
 
 
 def test_the_blocks_after_one_are_read_while_it_is_digested(tmp_path, monkeypatch):
     folder = tmp_path / "out"
     folder.mkdir()
-    write_shard(folder / "model.safetensors", {"w": ("U8", [5 * verify_module.BLOCK_BYTES])})
+    write_shard(folder / "model.safetensors", {"w": ("U8", [5 * pieces_module.BLOCK_BYTES])})
     write_manifest(folder)
     read, all_in_flight = [], threading.Event()
 
