@@ -18,7 +18,7 @@ BENCH_OPTIONS := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
 $(eval $(BENCH_OPTIONS):;@:)
 endif
 
-.PHONY: help demo test nightly vllm crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs site clean pictures
+.PHONY: help demo test nightly vllm hosts crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs site clean pictures
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ nightly: $(STAMP) $(NIGHTLY_STAMP)  ## Run everything: slow tests, peers, kills,
 
 vllm: $(VLLM_STAMP)  ## Run the tests of what bigload does for vLLM with the real vLLM, on the CPU; 5 GB, some minutes.
 	$(VLLM)/bin/pytest -q -p no:cacheprovider tests/serving
+
+hosts: $(STAMP)  ## Run the tests on several hosts: network namespaces of this machine; takes root, ip and tc.
+	$(BIN)/pytest -q -m "slow or not slow" tests/hosts
 
 crash: $(STAMP)  ## Kill reshards, or refuse them the disk, at some hundreds of moments, and go on with them.
 	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py

@@ -85,6 +85,9 @@ def has_other_processes(function: str, *, may_be_in_first_block: bool = False) -
         )
     if not may_be_in_first_block:
         check_not_in_first_block(function)
+    from bigload.distributed.liveness import process_registry
+
+    process_registry()  # from its creation on, a host that is gone is noticed
     return True
 
 

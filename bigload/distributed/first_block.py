@@ -18,6 +18,7 @@ from bigload.distributed.liveness import (
     ProcessIdentity,
     group_timeout_seconds,
     has_key,
+    is_gone,
     polls,
     process_registry,
     store,
@@ -119,9 +120,12 @@ class FirstBlock:
                 self._check_first_may_come(poll.waited_seconds, may_probe=poll.may_probe)
             elif status["is_done"]:
                 return status
-            elif self._first is not None and self._first.has_ended() and status == self._status():
-                raise self._ended(self._first.rank)
+            elif self._is_first_gone(may_probe=poll.may_probe) and status == self._status():
+                raise self._ended(status["first"]["rank"])
         raise AssertionError("polls() does not end")
+
+    def _is_first_gone(self, *, may_probe: bool) -> bool:
+        return self._first is not None and is_gone(self._first.rank, self._first, may_probe=may_probe)
 
     def _status(self) -> _Status | None:
         if not has_key(self._key):
@@ -139,7 +143,7 @@ class FirstBlock:
             raise timed_out(rank, f"has not come to {self.function}", waited_seconds)
 
     def _ended(self, rank: int) -> RankError:
-        return RankError(rank, "it has ended, or was killed", function=self.function)
+        return RankError(rank, "it has ended, or can no longer be reached", function=self.function)
 
     def wait_for_others(self, limit_seconds: float | None = None) -> None:
         """Wait until all others have read the result, by default at most for the timeout of the process group.
@@ -172,6 +176,8 @@ class FirstBlock:
 
 def _ends_soon(process: ProcessIdentity) -> bool:
     for poll in polls():
-        if process.has_ended() or poll.waited_seconds > _EXIT_SECONDS:
-            break
-    return process.has_ended()
+        if is_gone(process.rank, process, may_probe=poll.may_probe):
+            return True
+        if poll.waited_seconds > _EXIT_SECONDS:
+            return is_gone(process.rank, process, may_probe=True)
+    raise AssertionError("polls() does not end")

@@ -1,9 +1,10 @@
 """Liveness of the processes of a group: each publishes its identity once, in the store of the process group.
 
 A process of this host is looked up in /proc, so its death is noticed at once and nothing else is taken for it: no
-heartbeats, and a process may compute for hours. The death of a process on another host is the launcher's to notice:
-torchrun and mpirun end a job that lost a process. If the process dies that serves the store (process 0, unless
-torchrun does), reading the store fails.
+heartbeats, and a process may compute for hours. One of another host has ended if its connection of gloo is closed:
+by its kernel, or by this one after a minute in which that host answered nothing (`connections.py`). With NCCL alone,
+its death is the launcher's to notice: torchrun and mpirun end a job that lost a process. If the process dies that
+serves the store (process 0, unless torchrun does), reading the store fails.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from bigload.distributed.connections import keep_alive
 from bigload.distributed.launchers import host_name
 from bigload.distributed.process_group import first_line
 from bigload.errors import RankError
@@ -66,9 +68,14 @@ class ProcessIdentity:
             started=-1 if state is None else state[1],
         )
 
+    @property
+    def is_visible(self) -> bool:
+        """Whether this process sees it in its /proc."""
+        return self.started >= 0 and self.kernel == _kernel()
+
     def has_ended(self) -> bool:
-        """Return whether the process is known to have ended; false where this cannot be seen from here."""
-        if self.started < 0 or self.kernel != _kernel():
+        """Return whether the process is known to have ended; false where it is not visible."""
+        if not self.is_visible:
             return False
         state = _process_state(self.pid)
         return state is None or state[0] in "ZX" or state[1] != self.started
@@ -107,6 +114,7 @@ class ProcessRegistry:
         self.counts: dict[str, int] = {}
         self.own = ProcessIdentity.of_this_process(self.rank, self.size)
         self._known: dict[int, ProcessIdentity] = {}
+        keep_alive()
         with store_errors():
             store().set(_identity_key(self.rank), json.dumps(asdict(self.own)))
 
@@ -122,9 +130,8 @@ class ProcessRegistry:
         return self._known.get(rank)
 
     def has_ended(self, rank: int, *, may_probe: bool) -> bool:
-        """Return whether a process is known to have ended, by its connection if its identity is not known."""
-        identity = self.identity(rank)
-        return (may_probe and _is_disconnected(rank)) if identity is None else identity.has_ended()
+        """Return whether a process is known to have ended, by its connection if it is not visible from here."""
+        return is_gone(rank, self.identity(rank), may_probe=may_probe)
 
     def on_this_host(self, ranks: Iterable[int], limit_seconds: float | None = None) -> list[int]:
         """Return those of `ranks` that are processes of this host; waits until all of `ranks` have published.
@@ -159,6 +166,13 @@ class ProcessRegistry:
                     raise RankError(rank, f"it has ended, and {missing}")
             if poll.waited_seconds > limit:
                 raise timed_out(next(iter(waiting)), missing, poll.waited_seconds)
+
+
+def is_gone(rank: int, identity: ProcessIdentity | None, *, may_probe: bool) -> bool:
+    """Return whether process `rank`, whose identity may be known, is known to have ended, or cannot be reached."""
+    if identity is not None and identity.is_visible:
+        return identity.has_ended()
+    return may_probe and _is_disconnected(rank)
 
 
 def _is_disconnected(rank: int) -> bool:

@@ -7,6 +7,7 @@ import torch; `joining.py` finds or makes the group of a call.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -88,22 +89,32 @@ def run_on_all_ranks(group: ProcessGroup, step: Callable[[], T]) -> T:
     success: list[int | str | None] | None = None
     for failure in group.all_gather(success):
         if failure is not None:
-            rank, reason = failure
+            rank, reason, hint = failure
             assert rank is None or isinstance(rank, int)
-            raise RankError(rank, str(reason))
+            raise RankError(rank, str(reason), hint=None if hint is None else str(hint))
     return result
 
 
 def _failure(error: Exception, group: ProcessGroup) -> list[int | str | None]:
-    """Return the rank that failed, if it is known, and the error text: a list, as JSON has no tuples."""
+    """Return the rank that failed, if it is known, the error text and the hint: a list, as JSON has no tuples."""
     if isinstance(error, RankError):
-        return [error.rank, error.reason]
-    return [group.rank, f"{type(error).__name__}: {error.message if isinstance(error, BigloadError) else error}"]
+        return [error.rank, error.reason, error.hint]
+    if isinstance(error, BigloadError):
+        return [group.rank, f"{type(error).__name__}: {error.message}", error.hint]
+    return [group.rank, f"{type(error).__name__}: {error}", None]
+
+
+_PLACE_IN_GLOO = re.compile(r"\[\S+:\d+\] ")
+_ADVICE_OF_GLOO = " This is typically caused by"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the text of an error of torch, which may append a C++ stack, or its class name."""
-    return next(iter(str(error).splitlines()), type(error).__name__)[:300]
+    """Return the first line of the text of an error of torch, or its class name.
+
+    torch may append a C++ stack; gloo puts a place in its source before the text, and advice behind it.
+    """
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return _PLACE_IN_GLOO.sub("", line.partition(_ADVICE_OF_GLOO)[0], count=1)[:300]
 
 
 def check_not_in_first_block(function: str) -> None:

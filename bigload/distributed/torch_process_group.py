@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from bigload.distributed.connections import keep_alive
 from bigload.distributed.liveness import process_registry, store, store_errors
 from bigload.distributed.process_group import first_line, to_json
 from bigload.errors import RankError
@@ -45,9 +46,7 @@ class TorchProcessGroup:
     They talk through gloo, whatever the default group uses, as messages are in host memory. Each pair of ranks has a
     connection, and a waiting rank listens to all: a dead process closes its own, so its death is noticed at once.
 
-    A host that loses power, or its network, closes nothing. There it is torchrun that ends the job: its agents miss
-    each other's heartbeats, and stop their processes. Without it, the kernel gives a connection up minutes after it had
-    something to send, and ranks that only wait go on waiting.
+    A host that loses power, or its network, closes nothing: the kernel here does it, after a minute without an answer.
     """
 
     def __init__(self) -> None:
@@ -56,6 +55,7 @@ class TorchProcessGroup:
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
         with _all_ranks_arrived():
             self._group = dist.new_group(backend="gloo", timeout=_JOIN_TIMEOUT)
+        keep_alive()
         self._listeners: dict[int, threading.Thread] = {}
 
     def all_gather(self, value: T) -> list[T]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +35,9 @@ from bigload.machine.process_memory import trim_heap
 from bigload.machine.thread_pool import run_jobs
 from bigload.version import __version__
 
+_SOURCE_FACT = "its source (names, sizes or times of writing of files)"
+_COPIES_HINT = "copies on several hosts have to keep the times of their files: make them with rsync -a or cp -p"
+
 
 @dataclass(slots=True)
 class ProcessResult:
@@ -61,12 +66,12 @@ class ReshardRun:
 
     def carry_out(self) -> ProcessResult:
         """Write the files of this rank and wait for the others; rank 0 writes the rest and publishes."""
-        sign = self._agree()
+        sign, recipe = self._agree()
         if self._prepared.is_finished:
             return self._nothing_to_do()
         trim_heap()  # memory freed after reading headers and plans
         with ExitStack() as opened:
-            staging = self._enter(opened, sign)
+            staging = self._enter(opened, sign, recipe)
             pool = BlockPool(self._options.num_threads, block_bytes=window_bytes(self._options))
             opened.callback(pool.close)
             sources = SourceFiles(self._prepared.checkpoint, files=self._prepared.identities, pool=pool)
@@ -94,32 +99,40 @@ class ReshardRun:
             tidy(self._prepared.out, force=self._options.force)
         return ProcessResult(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
 
-    def _agree(self) -> str:
-        """Raise unless all ranks have the same options and files; return a random name for this run's sign file."""
+    def _agree(self) -> tuple[str, str]:
+        """Raise unless all ranks have the same options and files, of which hosts may have copies.
+
+        Returns a random name for this run's sign file, and the recipe of rank 0: those of other hosts differ where they
+        have copies of the source, by the time of their last change.
+        """
         prepared = self._prepared
+        sources = sorted((name, [each.num_bytes, *each.version]) for name, each in prepared.identities.items())
         facts = {
-            "what it would write (another source, or other options)": prepared.recipe,
+            _SOURCE_FACT: hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
+            "what it would write (other options)": prepared.output_digest,
             "verify": self._options.verify.value,
             "resume": self._options.resume,
             "force": self._options.force,
             "whether the output is there already": prepared.is_finished,
             "the version of bigload": __version__,
         }
+        sign = f".bigload-team-{secrets.token_hex(8)}"
         gathered: list[dict[str, Any]] = self._team.all_gather(
-            {"facts": facts, "sign": f".bigload-team-{secrets.token_hex(8)}"}
+            {"facts": facts, "sign": sign, "recipe": prepared.recipe}
         )
         for rank, theirs in enumerate(gathered):
             differing = [what for what, value in gathered[0]["facts"].items() if theirs["facts"].get(what) != value]
             if differing:
-                raise RankError(rank, f"it differs from process 0 in {', '.join(differing)}")
-        return str(gathered[0]["sign"])
+                hint = _COPIES_HINT if _SOURCE_FACT in differing else None
+                raise RankError(rank, f"it differs from process 0 in {', '.join(differing)}", hint=hint)
+        return str(gathered[0]["sign"]), str(gathered[0]["recipe"])
 
-    def _enter(self, opened: ExitStack, sign: str) -> Staging:
+    def _enter(self, opened: ExitStack, sign: str, recipe: str) -> Staging:
         prepared, team = self._prepared, self._team
         begun = run_on_all_ranks(team, lambda: self._begin(opened, sign) if self._is_first else None)
         staging = run_on_all_ranks(
             team,
-            lambda: begun or opened.enter_context(joined(prepared.out, prepared.recipe, rank=team.rank, sign=sign)),
+            lambda: begun or opened.enter_context(joined(prepared.out, recipe, rank=team.rank, sign=sign)),
         )
         if self._is_first:
             (staging.folder / sign).unlink()

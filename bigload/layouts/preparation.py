@@ -59,7 +59,8 @@ class PreparedReshard:
         free_bytes: Free bytes there.
         kept_bytes: Bytes of an interrupted run that is resumed, before they are checked.
         options: Options that it was prepared with.
-        recipe: Digest of everything that decides which bytes are written.
+        recipe: Digest of everything that decides which bytes are written, as this host sees it.
+        output_digest: Digest of `output` alone: the same on every host.
         identities: Identities of the source files when `recipe` was made.
         kernel: What the kernel can copy by itself.
         is_finished: The run to resume had published everything.
@@ -79,6 +80,7 @@ class PreparedReshard:
     kept_bytes: int
     options: ReshardOptions
     recipe: str
+    output_digest: str
     identities: Mapping[str, SourceIdentity]
     kernel: KernelCopy
     is_finished: bool
@@ -218,7 +220,8 @@ def prepare_output(
         identities = sources.identities()  # before reading, so that a later change is noticed
         check_scales(sources, output)
         ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
-    recipe = _recipe(output, identities)
+    output_digest = _output_digest(output)
+    recipe = _recipe(output_digest, identities)
     sizes = _sizes(output, ranges, side_files)
     with write_errors(target):
         is_finished = options.resume and _is_published(target, recipe)
@@ -241,6 +244,7 @@ def prepare_output(
         kept_bytes=left if options.resume else 0,
         options=options,
         recipe=recipe,
+        output_digest=output_digest,
         identities=identities,
         kernel=kernel,
         is_finished=is_finished,
@@ -271,12 +275,17 @@ def _check_torch(output: Output) -> None:
         require("torch", asked_by="a tensor that is computed from others", extra="torch")
 
 
-def _recipe(output: Output, identities: Mapping[str, SourceIdentity]) -> str:
+def _recipe(output_digest: str, identities: Mapping[str, SourceIdentity]) -> str:
     """Return a digest of everything that decides which bytes are written, the state of the source files included."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(output_digest.encode())
     for name, identity in sorted(identities.items()):
         shared = (identity.num_bytes, *identity.version, *identity.status_version)
         digest.update(json.dumps([name, *shared]).encode())
+    return digest.hexdigest()
+
+
+def _output_digest(output: Output) -> str:
+    digest = hashlib.sha256()
     for file in output.files:
         digest.update(json.dumps([file.file, file.num_bytes]).encode() + file.header + b"".join(file.gaps))
         for tensor in file.tensors:

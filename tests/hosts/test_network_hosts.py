@@ -1,0 +1,96 @@
+"""The hosts that tests use are apart from each other, and nothing is left of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import network_hosts as support
+
+WATCHED = """
+import sys, time
+from pathlib import Path
+from network_hosts import network_hosts
+with network_hosts(2, Path(sys.argv[1])) as hosts:
+    hosts[1].start("sleep", "1000")
+    time.sleep(0.2)
+    print("ready", flush=True)
+    time.sleep(1000)
+"""
+
+
+def said(host, *command):
+    with host.start(*command) as process:
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return output.split()
+
+
+def test_hosts_have_names_folders_and_processes_of_their_own(make_hosts):
+    first, second = make_hosts(2, has_shared=True)
+    assert [said(host, "uname", "-n") for host in (first, second)] == [["host-0"], ["host-1"]]
+    said(first, "touch", "/tmp/mine", "/tmp/shared/ours", "/dev/shm/memory")
+    assert said(second, "ls", "/tmp", "/dev/shm") == ["/dev/shm:", "/tmp:", "shared"]
+    assert said(second, "ls", "/tmp/shared") == ["ours"]
+    assert (first.tmp / "mine").exists()
+    assert said(second, "ps", "-e", "-o", "comm=") == ["cat", "ps"]
+
+
+def test_a_host_hears_the_others_until_it_is_unplugged(make_hosts):
+    first, second = make_hosts(2)
+    ask = "import socket; s = socket.create_connection(('host-0', 4000), 2); print(s.recv(9).decode())"
+    answer = (
+        "import socket; s = socket.create_server(('', 4000)); c = [s.accept()[0] for _ in range(1)]; c[0].send(b'here')"
+    )
+    with first.start(sys.executable, "-c", answer):
+        deadline = time.monotonic() + 20
+        while (found := second.start(sys.executable, "-c", ask)).wait() and time.monotonic() < deadline:
+            found.communicate()
+        assert found.communicate()[0] == "here\n"
+    second.limit("10mbit")
+    second.unplug()
+    with second.start(sys.executable, "-c", ask) as asking:
+        assert "timed out" in asking.communicate(timeout=60)[1]
+
+
+def test_a_host_that_dies_ends_its_processes(make_hosts):
+    first, second = make_hosts(2)
+    with first.start("sleep", "1000") as mine, second.start("sleep", "1000") as other:
+        first.die()
+        assert mine.wait(20) == -signal.SIGKILL
+        assert other.poll() is None
+        second.die()
+
+
+def test_nothing_is_left_when_their_test_is_killed(make_hosts, tmp_path):
+    make_hosts(1)  # or skips
+    path = os.pathsep.join((str(Path(support.__file__).parent), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-c", WATCHED, str(tmp_path)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True) as test:
+        assert test.stdout.readline() == "ready\n"
+        theirs = descendants(test.pid)
+        assert len(theirs) > 6
+        test.kill()
+        test.wait()
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in theirs if is_running(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    links = json.loads(subprocess.run(["ip", "-json", "link"], capture_output=True, check=True).stdout)
+    assert not [link["ifname"] for link in links if link["ifname"].startswith("host-")]
+    assert str(tmp_path / "host-") not in Path("/proc/mounts").read_text()
+
+
+def descendants(pid):
+    children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(each for child in children for each in descendants(child))]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
