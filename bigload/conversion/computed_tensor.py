@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from bigload.checkpoint.model import AssembledTensor, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
 from bigload.dtypes import DType
 from bigload.units import MIB
 
@@ -132,6 +132,13 @@ def stored_in(tensor: Operand) -> Iterator[TensorInfo]:
 def shape_of(tensor: Operand) -> tuple[int, ...]:
     """Return the shape that a file states of `tensor`: that of rows which take turns is not their own."""
     return tensor.stored_shape if isinstance(tensor, AssembledTensor) else tensor.shape
+
+
+def form_of(tensor: Operand) -> TensorInfo:
+    """Return the name, dtype and shape of a tensor to write; its span is empty unless it is a stored one."""
+    if isinstance(tensor, TensorInfo):
+        return tensor
+    return TensorInfo(tensor.name, tensor.dtype, shape_of(tensor), Span("", 0, tensor.num_bytes))
 
 
 def num_rows(tensor: Operand) -> int:

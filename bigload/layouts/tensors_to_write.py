@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from bigload.checkpoint.model import AssembledTensor, Checkpoint, Span, TensorInfo
-from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, form_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +62,3 @@ class TensorsToWrite:
         """Return `tensors` in place of these, and further notes, each once."""
         noted = dict.fromkeys([*self.notes, *notes])
         return self.of(self.checkpoint, tensors, documents=self.documents, notes=noted)
-
-
-def form_of(tensor: Operand) -> TensorInfo:
-    """Return the name, dtype and shape of a tensor to write; its span is empty unless it is a stored one."""
-    if isinstance(tensor, TensorInfo):
-        return tensor
-    return TensorInfo(tensor.name, tensor.dtype, shape_of(tensor), Span("", 0, tensor.num_bytes))

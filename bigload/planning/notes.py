@@ -27,6 +27,10 @@ def notes_on(
     devices: Sequence[DeviceUse],
 ) -> Iterator[PlanNote]:
     """Yield the notes on a plan that was made."""
+    if options.quantize:
+        command = f"bigload reshard --quantize {options.quantize}"
+        text = f"what if: {command} writes such weights, and a plan of that folder can be carried out"
+        yield PlanNote(code="what-if", text=text)
     if budget.detection is not None:
         yield PlanNote(code="detected", text=budget.detection)
     for text in budget.notes:

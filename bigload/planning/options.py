@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +15,7 @@ from bigload.dtypes import DType, parse_dtype
 from bigload.errors import OptionError
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.expert_stats import ExpertStats
+from bigload.planning.load_dtype import CASTABLE
 from bigload.planning.policy_registry import policy_named
 from bigload.planning.workload import Workload
 from bigload.units import GIB, format_size, parse_size
@@ -57,6 +59,8 @@ class PlanOptions:
         keep_extra_layers: Whether layers that no ordinary forward pass runs are placed too.
         names: Whose names the device map speaks.
         expert_stats: How often experts were used in a recorded run. The most used stay on the device that runs them.
+        quantize: What weights are planned as that are not quantised yet, in the words of `reshard --quantize`; or
+            nothing.
         lora: Adapters that are loaded beside the model, each beside the modules that it changes.
     """
 
@@ -72,6 +76,7 @@ class PlanOptions:
     keep_extra_layers: bool = False
     names: NameScheme = NameScheme.CHECKPOINT
     expert_stats: ExpertStats | None = None
+    quantize: str = ""
     lora: tuple[Adapter, ...] = ()
 
     def __post_init__(self) -> None:
@@ -146,13 +151,15 @@ def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
     default = PlanOptions()
     order = _word("order", keywords.get("order", "keep"), Order)
     overhead, attention = keywords.get("overhead"), keywords.get("attention")
+    dtype = keywords.get("dtype")
+    quantize = _scheme(dtype)
     return PlanOptions(
         policy=_policy(keywords.get("policy", default.policy)),
         workload=Workload(
             context=keywords.get("context", 0),
             batch=keywords.get("batch", 1),
             kv_dtype=_dtype("kv_dtype", keywords.get("kv_dtype")),
-            load_dtype=_dtype("dtype", keywords.get("dtype")),
+            load_dtype=None if quantize else _dtype("dtype", dtype),
             attention=None if attention is None else _word("attention", attention, Attention),
         ),
         overhead=None if overhead is None else _size("overhead", overhead),
@@ -168,8 +175,21 @@ def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
         keep_extra_layers=_flag("mtp", keywords.get("mtp", False)),
         names=_word("names", keywords.get("names", default.names), NameScheme),
         expert_stats=_stats(keywords.get("expert_stats")),
+        quantize=quantize,
         lora=_adapters(keywords.get("lora", ())),
     )
+
+
+def _scheme(dtype: DType | str | None) -> str:
+    """Return `dtype` if it names what weights can be quantised to; nothing for a dtype of elements."""
+    if not isinstance(dtype, str):
+        return ""
+    with suppress(ValueError):
+        if parse_dtype(dtype).name in CASTABLE:
+            return ""
+    from bigload.conversion.quantised_tensors import SCHEMES  # few plans need it
+
+    return dtype if dtype in SCHEMES else ""
 
 
 def _adapters(value: object) -> tuple[Adapter, ...]:

@@ -281,7 +281,9 @@ def whereabouts(plan: Plan) -> str:
 def subject(plan: Plan) -> str:
     """Return what was planned: how large, for what, by which policy."""
     workload = plan.options.workload
-    if workload.load_dtype is not None:
+    if plan.options.quantize:
+        text = f"{format_size(plan.weights_bytes)} as {plan.options.quantize}"
+    elif workload.load_dtype is not None:
         text = f"{format_size(plan.weights_bytes)} as {workload.load_dtype}"
     else:
         text = f"{format_size(plan.total_bytes)} as stored"

@@ -112,7 +112,7 @@ def _options_document(options: PlanOptions) -> dict[str, object]:
     return {
         "context": options.workload.context,
         "batch": options.workload.batch,
-        "dtype": None if load is None else load.name,
+        "dtype": options.quantize or (None if load is None else load.name),
         "kv_dtype": None if cache is None else cache.name,
         "attention": None if attention is None else str(attention),
         "overhead": options.overhead,
@@ -257,6 +257,11 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
     if differences:
         hint = _new_plan_hint(checkpoint.path, source)
         raise StalePlanError(source, checkpoint.path, differences, hint=hint)
+    if plan.options.quantize:
+        scheme = plan.options.quantize
+        hint = f"write them first (bigload reshard {checkpoint.path} OUT --quantize {scheme}), then plan OUT"
+        text = f"{source} is for weights in {scheme}, and those of {checkpoint.path} are not"
+        raise InvalidPlanError(text, hint=hint)
     if plan.total_bytes != checkpoint.total_bytes:
         _refuse(source, f"it claims {plan.total_bytes} bytes of tensors, the checkpoint has {checkpoint.total_bytes}")
     if plan.left_out:

@@ -89,7 +89,7 @@ def plan_details(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOpti
     if isinstance(solution, Misfit):
         raise does_not_fit(checkpoint.name, problem_of(structure, budget, options), solution, options.policy)
     made = _plan(structure, budget, options, solution)
-    _audit(made, checkpoint)
+    _audit(made, structure.checkpoint)
     return PlanDetails(structure=structure, budget=budget, options=options, solution=solution, plan=made)
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from bigload.checkpoint.quantisation import quantisation_of
+from bigload.conversion.computed_tensor import form_of
 from bigload.conversion.quantised_tensors import quantised, scheme_named
 from bigload.errors import OptionError
 from bigload.layouts.dtype_rules import DTypeRule, matches
-from bigload.layouts.tensors_to_write import TensorsToWrite, form_of
+from bigload.layouts.tensors_to_write import TensorsToWrite
 
 
 @dataclass(frozen=True)

@@ -190,10 +190,14 @@ def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructu
     """Read the structure of a checkpoint from its names, shapes and config.
 
     Raises:
-        OptionError: a pattern of `options.no_split` matches no module.
+        OptionError: a pattern of `options.no_split` matches no module, or weights cannot be quantised as asked.
         AdapterError: an adapter is for another base.
         CheckpointError: tied tensors cannot be compared.
     """
+    if options.quantize:
+        from bigload.planning.quantised_checkpoint import as_quantised  # few plans need it
+
+        checkpoint = as_quantised(checkpoint, options.quantize)
     config = ModelConfig(checkpoint.config)
     ties = find_ties(checkpoint)
     adapters = tuple(adapter_bytes(each, checkpoint, ties) for each in options.lora)

@@ -93,7 +93,12 @@ def plan(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Load weights as bf16, fp16 or fp32.")
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            help="Load weights as bf16, fp16 or fp32; or what if: fp8-block, fp8-channel, int8, int4-g128.",
+        ),
     ] = None,
     overhead: Annotated[
         str | None,

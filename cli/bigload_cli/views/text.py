@@ -30,13 +30,15 @@ def argument(path: str | Path) -> str:
 
 
 def next_command(plan: Plan, plan_file: Path) -> str:
-    """Return the command that carries the plan out, with an output folder beside the source."""
+    """Return the command that carries the plan out, or first writes what it is for, to a folder beside the source."""
     path = Path(plan.checkpoint_path)
     folder = path.parent if path.suffix in (".json", ".safetensors") else path
     if not folder.is_dir() or folder.parent.name == "snapshots":  # it lies in the cache of the Hub
-        out = f"{plan.name}.split"
+        out = plan.name
     elif folder.name in ("", ".."):
-        out = f"{folder / '..'}/{folder.resolve().name}.split"
+        out = f"{folder / '..'}/{folder.resolve().name}"
     else:
-        out = f"{folder}.split"
-    return f"Next: bigload reshard {argument(plan_file)} {argument(out)}"
+        out = f"{folder}"
+    if scheme := plan.options.quantize:
+        return f"Next: bigload reshard {argument(path)} {argument(f'{out}.{scheme}')} --quantize {scheme}"
+    return f"Next: bigload reshard {argument(plan_file)} {argument(f'{out}.split')}"

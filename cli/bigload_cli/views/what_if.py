@@ -106,6 +106,8 @@ def _refusal(details: PlanDetails) -> str | None:
         return "The page places models on one accelerator, RAM and disk; this plan has several accelerators."
     if details.options.policy != Policy.OPTIMAL:
         return f"The page places by the optimal policy, and this plan is of the {details.options.policy} policy."
+    if details.options.quantize:
+        return "The page places stored weights, and those of this plan are not written yet."
     if details.options.expert_stats is not None:
         return "The page does not place experts one by one, by their recorded uses."
     if details.options.lora:
