@@ -9,7 +9,7 @@ from math import prod
 from bigload.checkpoint.formats.gguf import DEFAULT_ALIGNMENT
 from bigload.dtypes import GGML_DTYPES, DType
 
-MetadataValue = str | bool | int | float | Sequence[str] | Sequence[int]
+MetadataValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 
 LEAST_ALIGNMENT = 8
 """What the format asks of `general.alignment`."""
@@ -58,8 +58,12 @@ def _value(value: MetadataValue) -> bytes:
         return struct.pack("<II", 4, value) if 0 <= value < 2**32 else struct.pack("<Iq", 11, value)
     if isinstance(value, float):
         return struct.pack("<If", 6, value)
-    texts = [each for each in value if isinstance(each, str)]
+    return struct.pack("<I", 9) + _array(value)
+
+
+def _array(values: Sequence[str] | Sequence[int] | Sequence[float]) -> bytes:
+    texts = [each for each in values if isinstance(each, str)]
     if texts:
-        return struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(map(_text, texts))
-    numbers = [each for each in value if isinstance(each, int)]
-    return struct.pack(f"<IIQ{len(numbers)}i", 9, 5, len(numbers), *numbers)
+        return struct.pack("<IQ", 8, len(texts)) + b"".join(map(_text, texts))
+    kind, form = (6, "f") if any(isinstance(each, float) for each in values) else (5, "i")
+    return struct.pack(f"<IQ{len(values)}{form}", kind, len(values), *values)

@@ -4,9 +4,10 @@ out/model.gguf          all tensors, under llama.cpp's names, with the metadata 
 out/config.json ...     config and tokenizer, copied
 
 Types of tensors are chosen as llama.cpp's `convert_hf_to_gguf.py` does: vectors and routers of experts in float32, and
-float16 instead of Q8_0 where rows are no whole blocks. The file has no tokenizer.
+float16 instead of Q8_0 where rows are no whole blocks. The tokenizer of the folder is in the file too, if llama.cpp has
+a kind and a name for it.
 
-Readers: transformers (`gguf_file="model.gguf"`), gguf-py, llama.cpp after a tokenizer was added.
+Readers: llama.cpp, transformers (`gguf_file="model.gguf"`), gguf-py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from bigload.checkpoint.formats.gguf_model import FAMILIES, Family, gguf_name
+from bigload.checkpoint.formats.gguf_tokenizer import UnknownTokenizerError, tokenizer_metadata
 from bigload.checkpoint.formats.gguf_writing import LEAST_ALIGNMENT, MetadataValue, alignment_of, encode_header
+from bigload.checkpoint.formats.registry import GGUF
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.conversion.arithmetic.ggml_rows import ConstantRow, GgmlRows
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
@@ -67,14 +70,30 @@ def lay_out(request: LayoutRequest) -> Output:
     if alignment < LEAST_ALIGNMENT:
         raise _refusal("a model whose tensors have multiples of 8 bytes, as GGUF needs")
     metadata = _metadata(checkpoint, architecture, family, [dtype for _, dtype, _ in made.values()])
+    embedding = made.get("token_embd.weight")
+    tokenizer, note = _tokenizer(checkpoint, embedding[2][0] if embedding else 0)
+    metadata |= tokenizer
     header = encode_header(
         metadata, [(name, dtype, shape) for name, (_, dtype, shape) in made.items()], alignment=alignment
     )
     file = OutputFile(
         file=FILE, tensors=tuple(tensor for tensor, _, _ in made.values()), is_raw=True, own_header=header
     )
-    note = "model.gguf has no tokenizer: transformers finds that of the folder, llama.cpp needs one in the file"
     return Output(files=(file,), notes=(note,))
+
+
+def _tokenizer(checkpoint: Checkpoint, num_rows: int) -> tuple[dict[str, MetadataValue], str]:
+    """Return the keys of the tokenizer, if it can be written, and a sentence about it."""
+    try:
+        if checkpoint.format == GGUF.name:
+            raise UnknownTokenizerError("that of the source stays in its file")
+        found = tokenizer_metadata(checkpoint.root, num_rows)
+    except UnknownTokenizerError as error:
+        return {}, f"model.gguf has no tokenizer, which llama.cpp needs: {error}"
+    except OSError as error:
+        return {}, f"model.gguf has no tokenizer, which llama.cpp needs: {error.strerror or error}"
+    kind, rule = found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]
+    return found, f"model.gguf has the tokenizer, of llama.cpp's kind {kind} (pre {rule})"
 
 
 def _refusal(expected: str, *, hint: str | None = None) -> OptionError:

@@ -79,6 +79,26 @@ def test_tensors_and_sizes_come_back(tmp_path, model_type, shapes):
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
 
+def test_the_tokenizer_of_the_folder_is_in_the_file(tmp_path):
+    written(tmp_path / "in")
+    vocab = {chr(97 + number): number for number in range(20)}
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": vocab, "merges": ["a b"]},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+    }
+    (tmp_path / "in" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    report = bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+    assert report.output.notes == ("model.gguf has the tokenizer, of llama.cpp's kind gpt2 (pre gpt-2)",)
+    (shard,) = bigload.open_checkpoint(tmp_path / "out" / "model.gguf").shards
+    assert shard.metadata["tokenizer.ggml.model"] == "gpt2"
+    assert shard.metadata["tokenizer.ggml.tokens"] == f"array of {ROWS}"
+    (tmp_path / "in" / "tokenizer.json").unlink()
+    report = bigload.reshard(tmp_path / "in", tmp_path / "none", layout="gguf")
+    assert report.output.notes[0].startswith(
+        "model.gguf has no tokenizer, which llama.cpp needs: the folder has neither"
+    )
+
+
 def test_blocks_of_q8_0_are_near_and_rows_that_are_no_blocks_are_float16(tmp_path):
     shapes = {**SHAPES, **MLP, "model.layers.0.mlp.down_proj.weight": (HIDDEN, FFN + 8)}
     tensors = written(tmp_path / "in", shapes)
