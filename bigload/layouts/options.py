@@ -45,6 +45,7 @@ class ReshardOptions:
     tp: int | None = None
     tp_rules: Mapping[str, str] | str | Path | None = None
     vllm_version: str = VLLM_VERSION
+    any_expert_size: bool = False
     names: NameScheme | None = None
     transforms: tuple[Transform, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)

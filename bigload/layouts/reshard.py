@@ -84,6 +84,7 @@ def reshard(
     tp: int | None = None,
     tp_rules: Mapping[str, str] | str | Path | None = None,
     vllm_version: str = VLLM_VERSION,
+    any_expert_size: bool = False,
     names: NameScheme | str | None = None,
     transforms: Sequence[Transform] = (),
     metadata: Mapping[str, str] | None = None,
@@ -111,6 +112,7 @@ def reshard(
         tp_rules: Rules that divide tensors, by pattern of their module's name, or a file of rules. They take precedence
             over the rules of the architecture.
         vllm_version: Version of vLLM whose names the layout `vllm` writes.
+        any_expert_size: vLLM's kernel will take experts of any size as they are, as Triton's does.
         names: `transformers` for the tensors that its models have in memory, renamed and fused, so that a load has
             nothing to convert; `checkpoint` for those of the original files. When left out: as they are stored.
         transforms: What happens to tensors on their way, in this order: `Rename`, `Drop` and others.
@@ -149,6 +151,7 @@ def reshard(
                 tp=tp,
                 tp_rules=tp_rules,
                 vllm_version=vllm_version,
+                any_expert_size=any_expert_size,
                 names=None if names is None else parse_choice("names", names, NameScheme),
                 transforms=tuple(transforms),
                 metadata=metadata or {},

@@ -18,6 +18,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -44,7 +45,8 @@ class _Family:
     `biases` are modules of vLLM with biases, and the key of the config that asks for them, or `True`. `tied` is the
     name that a tied embedding has. Matrices of a family that `is_fused` are fused in the checkpoint.
     `experts` is the module of routed experts, `expert_parts` their tensors and the modules of an expert in each,
-    `router` their router, which vLLM saves as `router_in_vllm`.
+    `router` their router, which vLLM saves as `router_in_vllm`. Where a checkpoint has the experts of a layer in one
+    tensor, as models of transformers 5 do, that is the one in `stacked_experts`, and the router `router_of_stacked`.
     """
 
     norms: Sequence[str]
@@ -54,17 +56,23 @@ class _Family:
     is_fused: bool = False
     experts: str | None = None
     expert_parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    stacked_experts: Mapping[str, str] = field(default_factory=dict)
     router: str = ""
+    router_of_stacked: str = ""
     router_in_vllm: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Names:
-    """Names of one version of vLLM: `scales` of an attention, and stored modules in each of its linear `modules`."""
+    """Names of one version of vLLM: `scales` of an attention, and stored modules in each of its linear `modules`.
+
+    Of experts whose size is a multiple of `expert_multiple`, no kernel rounds it up.
+    """
 
     scales: Sequence[str]
     modules: Mapping[str, Sequence[str]]
     vocabulary_multiple: int
+    expert_multiple: int
     families: Mapping[str, Mapping[str, Any]]
 
     def modules_of(self, family: _Family) -> Mapping[str, Sequence[str]]:
@@ -76,7 +84,10 @@ def _names(version: str) -> _Names:
     if version not in tables:
         hint = "modules have other names in other versions; any vLLM reads the plain folder by its own loader"
         raise OptionError.of("vllm_version", version, f"one of {', '.join(tables)}, whose names are known", hint=hint)
-    return _Names(**{key: value for key, value in tables[version].items() if not key.endswith("_source")})
+    table = tables[version]
+    if isinstance(table, str):
+        table = tables[table]  # the same names
+    return _Names(**{key: value for key, value in table.items() if not key.endswith("_source")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +121,7 @@ class VllmModel:
         made: dict[str, PiecedTensor] = {}
         for name in self.checkpoint.tensors if order is None else order:
             layer, module, leaf = _parts(name)
+            below = name.removeprefix(layer)
             if _is_computed(name) or (name == _HEAD and _is_tied(self.checkpoint, self.family)):
                 continue  # vLLM ties the head to the embedding
             if name == _EMBEDDING and _is_tied(self.checkpoint, self.family):
@@ -118,7 +130,7 @@ class VllmModel:
                 for kind in self.family.expert_parts:
                     target = f"{layer}{self.family.experts}.routed_experts.{kind}"
                     made[target] = made.get(target) or self._routed(layer, kind, rank)
-            elif layer and name == f"{layer}{self.family.router}":
+            elif layer and below in (self.family.router, self.family.router_of_stacked):
                 made[f"{layer}{self.family.router_in_vllm}"] = self._part(name, rank)
             elif layer and module in made_of:
                 target = made_of[module]
@@ -143,6 +155,23 @@ class VllmModel:
         layers = sorted({layer for name in self.checkpoint.tensors if (layer := _parts(name)[0])})
         return [f"{layer}{scale}" for layer in layers for scale in self.names.scales]
 
+    def check_expert_sizes(self) -> None:
+        """Raise PartitionError if vLLM's loader of files could put experts of this size into wrong places.
+
+        It puts a tensor that is smaller than its parameter to the front of it. Where a kernel has experts rounded up,
+        the rows of `up_proj` do not begin where those of `gate_proj` end.
+        """
+        multiple, tensors = self.names.expert_multiple, self.tensors(0)
+        sizes = {tensor.shape[-1] for name, tensor in tensors.items() if name.endswith(".routed_experts.w2_weight")}
+        odd = sorted(size for size in sizes if size % multiple)
+        if odd:
+            raise PartitionError(
+                f"each rank would have {odd[0]} rows of an expert's gate_proj, which is no multiple of {multiple}",
+                details=["some kernels of vLLM round it up, and its loader of files then loads wrong weights silently"],
+                hint="choose another number of ranks, or serve the plain folder; --any-expert-size where vLLM logs a "
+                "backend that rounds nothing up, such as TRITON",
+            )
+
     def _part(self, name: str, rank: int) -> PiecedTensor:
         whole, division = as_stored(self.checkpoint.tensors[name]), self.divisions[name]
         if division.dim is None:
@@ -152,6 +181,9 @@ class VllmModel:
 
     def _routed(self, layer: str, kind: str, rank: int) -> PiecedTensor:
         """Return experts along a new first dimension, with the matrices of an expert below one another."""
+        stacked = f"{layer}{self.family.stacked_experts.get(kind)}"
+        if stacked in self.checkpoint.tensors:
+            return self._part(stacked, rank)
         each = len(self.family.expert_parts[kind])
         matrices = [self._part(name, rank) for name in _experts(self.checkpoint, self.family, layer, kind)]
         rows = [concatenated(matrices[first : first + each], 0) for first in range(0, len(matrices), each)]
@@ -167,6 +199,8 @@ def lay_out(request: LayoutRequest) -> Output:
     checkpoint, options = request.checkpoint, request.options
     assert options.tp is not None, "required_options"
     model = VllmModel.of(checkpoint, tp=options.tp, version=options.vllm_version)
+    if not options.any_expert_size:
+        model.check_expert_sizes()
     order = [tensor.name for tensor in request.in_execution_order()]
     files: list[OutputFile] = []
     documents: dict[str, bytes] = {}
@@ -198,12 +232,10 @@ def _known_family(checkpoint: Checkpoint, names: _Names, version: str) -> _Famil
     family = _Family(**names.families[found])
     problems = list(_problems(checkpoint, family, names))
     if problems:
-        is_stacked = any(re.search(r"\.experts\.(gate_up_proj|down_proj)$", name) for name in checkpoint.tensors)
-        stacked = "write its experts one by one first: bigload reshard CHECKPOINT OUT --names checkpoint"
         raise PartitionError(
             f"the tensors of {checkpoint.name} are not those that vLLM {version} expects of {found}",
             details=problems,
-            hint=stacked if is_stacked else "bigload inspect shows the names; download files again that are incomplete",
+            hint="bigload inspect shows the names; download files again that are incomplete",
         )
     return family
 
@@ -220,6 +252,10 @@ def _problems(checkpoint: Checkpoint, family: _Family, names: _Names) -> Iterato
     if invalid:
         yield f"config.json has no valid {invalid[0]}"
         return
+    for name in filter(partial(_is_stacked, family), checkpoint.tensors):
+        shape, count = checkpoint.tensors[name].shape, _num_experts(checkpoint)
+        if len(shape) != 3 or shape[0] != count:
+            yield f"{name} is {list(shape)}, expected the matrices of {count} experts"
     needed = set(_needed(checkpoint, family, names))
     ignored = {name for name in checkpoint.tensors if _is_computed(name)} | ({_HEAD} - needed)
     yield from (f"{name} is missing" for name in sorted(needed - checkpoint.tensors.keys()))
@@ -231,6 +267,7 @@ def _needed(checkpoint: Checkpoint, family: _Family, names: _Names) -> Iterator[
     config: Mapping[str, Any] = checkpoint.config or {}
     yield from (_EMBEDDING, _NORM) if _is_tied(checkpoint, family) else (_EMBEDDING, _NORM, _HEAD)
     routed = {_parts(name)[0] for name in checkpoint.tensors if _is_expert(family, name)}
+    stacked = {_parts(name)[0] for name in checkpoint.tensors if _is_stacked(family, name)}
     for number in range(config["num_hidden_layers"]):
         layer = f"model.layers.{number}."
         yield from (f"{layer}{norm}.weight" for norm in family.norms)
@@ -241,9 +278,9 @@ def _needed(checkpoint: Checkpoint, family: _Family, names: _Names) -> Iterator[
             leaves = ("weight", "bias") if bias is True or config.get(str(bias)) else ("weight",)
             yield from (f"{layer}{module}.{leaf}" for module in modules for leaf in leaves)
         if layer in routed:
-            yield f"{layer}{family.router}"
-            for kind in family.expert_parts:
-                yield from _experts(checkpoint, family, layer, kind)
+            yield f"{layer}{family.router_of_stacked if layer in stacked else family.router}"
+            for kind, name in family.stacked_experts.items():
+                yield from [f"{layer}{name}"] if layer in stacked else _experts(checkpoint, family, layer, kind)
 
 
 def _parts(name: str) -> tuple[str, str, str]:
@@ -259,7 +296,13 @@ def _is_computed(name: str) -> bool:
 
 
 def _is_expert(family: _Family, name: str) -> bool:
-    return family.experts is not None and f"{_parts(name)[1]}.".startswith(f"{family.experts}.")
+    is_apart = family.experts is not None and f"{_parts(name)[1]}.".startswith(f"{family.experts}.")
+    return is_apart or _is_stacked(family, name)
+
+
+def _is_stacked(family: _Family, name: str) -> bool:
+    layer = _parts(name)[0]
+    return bool(layer) and name.removeprefix(layer) in family.stacked_experts.values()
 
 
 def _is_tied(checkpoint: Checkpoint, family: _Family) -> bool:
@@ -309,7 +352,7 @@ def _next_step(out: str, output: Output, plan: Plan | None) -> str:  # noqa: ARG
 
 LAYOUT = OutputLayout(
     lay_out=lay_out,
-    own_options=("tp", "vllm_version"),
+    own_options=("tp", "vllm_version", "any_expert_size"),
     takes_names=False,
     required_options={"tp": "the number of ranks"},
     recorded_options=("tp", "vllm_version"),

@@ -115,6 +115,12 @@ def reshard(
     vllm_version: Annotated[
         str, typer.Option("--vllm-version", metavar="VERSION", help="Of --layout vllm: whose names are written.")
     ] = VLLM_VERSION,
+    any_expert_size: Annotated[
+        bool,
+        typer.Option(
+            "--any-expert-size", help="Of --layout vllm: write experts of sizes that some of its kernels round up."
+        ),
+    ] = False,
     names: Annotated[
         NameScheme | None,
         typer.Option("--names", help="Names and forms of tensors: transformers' in memory, or the original files'."),
@@ -245,6 +251,7 @@ def reshard(
             tp=tp,
             tp_rules=tp_rules,
             vllm_version=vllm_version,
+            any_expert_size=any_expert_size,
             names=names,
             transforms=tuple(transforms_given(ctx, values, made_by)),
             metadata=metadata_given(set_metadata or ()),
