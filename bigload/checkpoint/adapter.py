@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import scheme_of
@@ -55,6 +56,12 @@ class Adapter:
     @property
     def name(self) -> str:
         return name_of(self.path)
+
+    def is_beside_base(self, name: str) -> bool:
+        """Return whether PEFT keeps the base's tensor beside `name` of `saved`; others take its place."""
+        modules = self.config.get("modules_to_save")
+        prefixes = accumulate(name.split("."), "{}.{}".format)
+        return isinstance(modules, list) and any(prefix.endswith(tuple(map(str, modules))) for prefix in prefixes)
 
     def does_not_fit(self, base: str, problems: list[str], *, hint: str) -> AdapterError:
         """Return the error for an adapter of another base; `problems` name what does not fit."""

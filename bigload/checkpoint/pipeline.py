@@ -1,8 +1,12 @@
-"""Pipeline of diffusers: a folder with `model_index.json` and a checkpoint in the folder of each of its components.
+"""Pipelines: folders with a checkpoint in the folder of each of their components, opened as one `Checkpoint`.
 
-`model_index.json` maps each component to `[library, class]`; `[null, null]` is an optional one that is absent, other
-values are settings of the pipeline (diffusers 0.42, `DiffusionPipeline.save_pretrained`). Opened, a pipeline is one
-`Checkpoint`, whose tensors are named after their component: `vae.decoder.conv_in.weight`.
+`model_index.json` of diffusers maps each component to `[library, class]`; `[null, null]` is an optional one that is
+absent, other values are settings of the pipeline (diffusers 0.42, `DiffusionPipeline.save_pretrained`). Tensors are
+named after their component: `vae.decoder.conv_in.weight`.
+
+`modules.json` of sentence-transformers is a list of `{"name", "path", "type"}` in the order in which modules run
+(sentence-transformers 6.2, `SentenceTransformer.save`). The path `""` is the folder itself, whose model transformers
+loads: that component has no name, and its tensors keep theirs.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import InvalidCheckpointError, OptionError, Problem, UnsupportedFormatError
 
 PIPELINE_FILE = "model_index.json"
+MODULES_FILE = "modules.json"
 
 
 def listed_components(root: Path, path: str) -> Iterator[Component]:
@@ -26,10 +31,7 @@ def listed_components(root: Path, path: str) -> Iterator[Component]:
         InvalidCheckpointError: the file is no JSON object, or a component has a name that no folder in `root` can have.
         OSError: it cannot be read.
     """
-    try:
-        document = parse_json(read_beside(root / PIPELINE_FILE, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=None)
-    except ValueError as error:
-        raise _invalid(path, f"cannot be read: {error}") from error
+    document = _document(root, PIPELINE_FILE, path)
     if not isinstance(document, dict):
         raise _invalid(path, "is not an object; expected component names with [library, class]")
     for name, entry in document.items():
@@ -41,8 +43,36 @@ def listed_components(root: Path, path: str) -> Iterator[Component]:
                 yield Component(name=name, library=library, class_name=class_name)
 
 
-def _invalid(path: str, text: str) -> InvalidCheckpointError:
-    return InvalidCheckpointError(path, [Problem(code="bad-index", file=PIPELINE_FILE, text=text)])
+def listed_modules(root: Path, path: str) -> Iterator[Component]:
+    """Yield the modules that `modules.json` lists, still without their checkpoints.
+
+    Those in folders of folders, as routers have, are left out.
+
+    Raises:
+        InvalidCheckpointError: the file is no JSON list of modules.
+        OSError: it cannot be read.
+    """
+    document = _document(root, MODULES_FILE, path)
+    if not isinstance(document, list):
+        raise _invalid(path, "is not a list; expected modules with path and type", file=MODULES_FILE)
+    for entry in document:
+        match entry:
+            case {"path": str(name), "type": str(kind)}:
+                if "/" not in name and name not in (".", ".."):
+                    yield Component(name=name, library=kind.partition(".")[0], class_name=kind.rpartition(".")[2])
+            case _:
+                raise _invalid(path, f"lists {entry!r:.200}; expected a module with path and type", file=MODULES_FILE)
+
+
+def _document(root: Path, file: str, path: str) -> object:
+    try:
+        return parse_json(read_beside(root / file, max_bytes=MAX_CONFIG_BYTES), object_pairs_hook=None)
+    except ValueError as error:
+        raise _invalid(path, f"cannot be read: {error}", file=file) from error
+
+
+def _invalid(path: str, text: str, *, file: str = PIPELINE_FILE) -> InvalidCheckpointError:
+    return InvalidCheckpointError(path, [Problem(code="bad-index", file=file, text=text)])
 
 
 def as_one_checkpoint(
@@ -62,16 +92,21 @@ def as_one_checkpoint(
                 path, text, hint=f"write it as safetensors first: bigload reshard {component.path}"
             )
     parts = [(each.name, in_pipeline(each.checkpoint, each.name)) for each in components if each.checkpoint]
+    own = dict(parts).get("")
     return Checkpoint(
         path=path,
         root=root,
         index_file=None,
         shards=tuple(sorted((shard for _, part in parts for shard in part.shards), key=lambda shard: shard.file)),
-        tensors=StoredTensors.of_all([moved(part.tensors, prefix=f"{name}.") for name, part in parts]),
-        config=None,
+        tensors=StoredTensors.of_all([moved(part.tensors, prefix=f"{name}." if name else "") for name, part in parts]),
+        config=own and own.config,
         warnings=(
             *warnings,
-            *(replace(warning, text=f"{name}: {warning.text}") for name, part in parts for warning in part.warnings),
+            *(
+                replace(warning, text=f"{name}: {warning.text}" if name else warning.text)
+                for name, part in parts
+                for warning in part.warnings
+            ),
         ),
         components=tuple(components),
     )
@@ -79,6 +114,8 @@ def as_one_checkpoint(
 
 def in_pipeline(checkpoint: Checkpoint, component: str) -> Checkpoint:
     """Return the checkpoint of a component with its files as seen from the pipeline's folder, under its own names."""
+    if not component:
+        return checkpoint
     folder = f"{component}/"
     return replace(
         checkpoint,
@@ -87,6 +124,16 @@ def in_pipeline(checkpoint: Checkpoint, component: str) -> Checkpoint:
         shards=tuple(replace(shard, file=f"{folder}{shard.file}") for shard in checkpoint.shards),
         tensors=moved(checkpoint.tensors, folder=folder),
     )
+
+
+def has_modules(pipeline: Checkpoint) -> bool:
+    """Return whether `pipeline` is one of sentence-transformers."""
+    return any(not each.name or each.library == "sentence_transformers" for each in pipeline.components)
+
+
+def is_in_one_file(component: Component) -> bool:
+    """Return whether the library reads the component from one file, without an index."""
+    return component.library == "sentence_transformers" and component.class_name != "Transformer"
 
 
 def components_of(pipeline: Checkpoint) -> Iterator[tuple[str, Checkpoint]]:
@@ -104,7 +151,9 @@ def refuse_pipeline(checkpoint: Checkpoint, *, asked: str) -> None:
     """
     if checkpoint.components:
         name, component = next(components_of(checkpoint))
+        # The folder itself is the whole pipeline, a file of it the component.
+        place = component.path if name else component.root / (component.index_file or component.shards[0].file)
         raise OptionError(
             f"{checkpoint.name} is a pipeline of several models: there is no {asked} of it as a whole",
-            hint=f"name one of its components, for example {component.path} ({name})",
+            hint=f"name one of its components, for example {place}" + (f" ({name})" if name else ""),
         )

@@ -44,7 +44,13 @@ from bigload.checkpoint.model import (
     sizes_of,
 )
 from bigload.checkpoint.part import part_warning
-from bigload.checkpoint.pipeline import PIPELINE_FILE, as_one_checkpoint, listed_components
+from bigload.checkpoint.pipeline import (
+    MODULES_FILE,
+    PIPELINE_FILE,
+    as_one_checkpoint,
+    listed_components,
+    listed_modules,
+)
 from bigload.checkpoint.sources.listings import identity_of, listed
 from bigload.checkpoint.sources.small_reads import GUESSED_BYTES
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
@@ -94,7 +100,8 @@ def open_checkpoint(
     Of what torch.distributed.checkpoint saved (`.metadata` and the files it names; or `shard-*.safetensors`), tensors
     are joined from the parts that ranks hold; of `.metadata`, the model's tensors are taken, by the names that they
     have in its state dict.
-    A pipeline of diffusers (`model_index.json`) is one checkpoint of all its `components`.
+    A pipeline of diffusers (`model_index.json`), or of sentence-transformers (`modules.json`) where another module has
+    weights too, is one checkpoint of all its `components`.
 
     Args:
         path: What to open.
@@ -262,6 +269,8 @@ def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
     main = _main_file(root, names, path)
     if main is None and PIPELINE_FILE in names:
         return _open_pipeline(root, listed, path)
+    if MODULES_FILE in names and (found := _open_modules(root, listed, path)):
+        return found
     if main := main or _main_file_of_library(names):
         if main.endswith(".index.json"):
             return _open_sharded(root, main, path)
@@ -327,6 +336,31 @@ def _open_pipeline(root: Path, listed: list[str], path: str) -> Checkpoint:
     return as_one_checkpoint(path, root, components, warnings)
 
 
+def _open_modules(root: Path, listed: list[str], path: str) -> Checkpoint | None:
+    """Open the modules of sentence-transformers as one checkpoint; `None` if it is that of the folder itself."""
+    modules: list[Component] = []
+    warnings: list[CheckpointWarning] = []
+    for listed_module in listed_modules(root, path):
+        module, folder = listed_module, listed_module.name
+        names = _names_in(root, folder, listed, path) if folder else [name for name in listed if "/" not in name]
+        if any(name.endswith(weight_suffixes()) for name in names):
+            shown = f"{path.rstrip('/')}/{folder}" if folder else path
+            try:
+                opened = _open_names(root / folder, [name for name in names if name != MODULES_FILE], shown)
+            except CheckpointError as error:
+                if not folder:
+                    raise
+                text = f"{folder} ({module.class_name}) is not counted: {error.message}"
+                warnings.append(CheckpointWarning(code="unread-module", text=text))
+            else:
+                module = replace(module, checkpoint=opened)
+        modules.append(module)
+    if any(module.checkpoint and module.name for module in modules):
+        return as_one_checkpoint(path, root, modules, warnings)
+    own = next((module.checkpoint for module in modules if module.checkpoint), None)
+    return replace(own, warnings=(*own.warnings, *warnings)) if own and warnings else None
+
+
 def _names_in(root: Path, folder: str, listed: list[str], path: str) -> list[str]:
     """Return the files in a component's folder; a pipeline in a pipeline is none, so links cannot make it endless."""
     if not scheme_of(root).is_local:
@@ -337,7 +371,7 @@ def _names_in(root: Path, folder: str, listed: list[str], path: str) -> list[str
             path, [Problem(code="unsafe-path", file=PIPELINE_FILE, text=f"the component {folder!r} {place}")]
         )
     found = sorted(file.name for file in place.iterdir() if not file.is_dir()) if place.is_dir() else []
-    return [name for name in found if name != PIPELINE_FILE]
+    return [name for name in found if name not in (PIPELINE_FILE, MODULES_FILE)]
 
 
 def _open_by_known_names(root: Path, path: str) -> Checkpoint:

@@ -19,7 +19,7 @@ from bigload.checkpoint.formats.registry import weight_suffixes
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.checkpoint.model import Checkpoint
-from bigload.checkpoint.pipeline import components_of, in_pipeline
+from bigload.checkpoint.pipeline import components_of, has_modules, in_pipeline
 from bigload.errors import InvalidCheckpointError, Problem, ReadError
 from bigload.layouts.other_weights import FOREIGN_SUFFIXES, MAX_CARRIED_BYTES, LeftOut
 from bigload.layouts.writing.journal import PREFIX
@@ -124,7 +124,8 @@ def _left_out(checkpoint: Checkpoint, listing: Mapping[str, SourceIdentity]) -> 
         elif name.endswith((".index.json", *weight_suffixes())):
             is_beside_own = str(path.parent) in parents and name not in indexes
             is_second_form = str(path.parent) in folders and ".safetensors" not in name
-            is_whole_pipeline = bool(checkpoint.components) and str(path.parent) == "."
+            is_in_pipeline = bool(checkpoint.components) and not has_modules(checkpoint)
+            is_whole_pipeline = is_in_pipeline and str(path.parent) == "."
             if is_whole_pipeline or (_WHOLE_MODEL.fullmatch(path.name) and (is_beside_own or is_second_form)):
                 yield name, LeftOut.FORM
             elif path.suffix != ".json":

@@ -17,6 +17,7 @@ from bigload.checkpoint.byte_source import expect_reads, read_range, scheme_of
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.pipeline import has_modules, is_in_one_file
 from bigload.dtypes import DType
 from bigload.errors import ReadError
 from bigload.layouts.dtype_rules import config_with_dtype
@@ -102,7 +103,12 @@ def files_beside(
     """
     if checkpoint.components:
         return _files_beside_components(checkpoint, output, dtype)
-    taken = _taken(output)
+    return _files_beside_model(checkpoint, output, _taken(output), dtype)
+
+
+def _files_beside_model(
+    checkpoint: Checkpoint, output: Output, taken: Collection[str], dtype: DType | None
+) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
     if not scheme_of(checkpoint.root).is_local:
         return _remote_files_beside(checkpoint, output, taken, dtype)
     weights = other_weights(checkpoint, taken=taken)
@@ -125,19 +131,25 @@ def _files_beside_components(
 ) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
     """Return the files beside the weights of each component, and those of the pipeline that belong to none.
 
-    Other weights in the pipeline's own folder are all of it in one file, or other forms of it.
+    Other weights in the folder of a pipeline of diffusers are all of it in one file, or other forms of it.
     """
     files, notes = [], []
     folders = {each.name: each for each in pipeline.components if each.checkpoint is not None}
     for name, component in folders.items():
         assert component.checkpoint is not None
+        if not name:
+            continue
         own = [file for file in output.files if file.file.startswith(f"{name}/")]
         below = Output(files=tuple(replace(file, file=file.file.removeprefix(f"{name}/")) for file in own))
-        # Configs of diffusers state no dtype, and it warns of one.
-        config_dtype = None if component.library == "diffusers" else dtype
+        # Configs of diffusers state no dtype, and it warns of one; nor do modules beside a transformer.
+        config_dtype = None if component.library == "diffusers" or is_in_one_file(component) else dtype
         found, noted = files_beside(component.checkpoint, below, dtype=config_dtype)
         files += [replace(file, name=f"{name}/{file.name}") for file in found]
         notes += [f"{name}: {note}" for note in noted]
+    if has_modules(pipeline):
+        own = Output(files=tuple(file for file in output.files if not file.folder))
+        found, noted = _files_beside_model(pipeline, own, {*_taken(output), *folders}, dtype)
+        return (*files, *found), (*notes, *noted)
     if scheme_of(pipeline.root).is_local:
         beside = {name: path.stat().st_size for name, path in _small_files(pipeline, folders, OtherWeights())}
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from bigload.checkpoint.pipeline import has_modules
 from bigload.checkpoint.quantisation import quantisation_of
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.advice import ram_without_disk
@@ -86,7 +87,7 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
     if quantised is not None:
         text = f"weights are quantised, {quantised}: counted as they are stored, without room to unpack them"
         yield PlanNote(code="quantised", text=text)
-    if structure.checkpoint.components:
+    if structure.checkpoint.components and not has_modules(structure.checkpoint):
         text = "weights of all components are counted; latents, activations and text caches of a pipeline are not"
         yield PlanNote(code="unknown", text=text)
     elif structure.checkpoint.config is None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import bigload
 from bigload import MergeLora
@@ -55,6 +56,35 @@ def _check(found, expected):
     for name, tensor in found.items():
         known = name if name in expected else f"transformer.{name}"
         assert torch.equal(tensor, expected[known].to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"target_modules": ["q_proj", "down_proj"]}),
+        ("llama", {"target_modules": ["q_proj"], "use_dora": True}),
+        ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("mixtral", {"target_modules": ["v_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    ],
+)
+def test_a_plan_counts_the_bytes_that_peft_loads(tmp_path, *, kind, options, base_dtype, dtype):
+    """Whatever dtype the adapter is saved in."""
+    base = tmp_path / "base"
+    model = _model(kind).to(base_dtype)
+    model.save_pretrained(base)
+    adapter = _saved(model, base, tmp_path / "adapter", r=4, **options)
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    plain = type(model).from_pretrained(base, dtype=base_dtype)
+    before = sum(parameter.nbytes for parameter in plain.parameters())
+    wrapped = peft.PeftModel.from_pretrained(plain, adapter)
+    added = sum(parameter.nbytes for parameter in wrapped.parameters()) - before
+    plan = bigload.plan(base, {"cpu": "1GiB"}, lora=[adapter])
+    assert sum(use.overhead_bytes for use in plan.devices) == added > 0
 
 
 @pytest.mark.parametrize("dtype", [None, "fp32"])

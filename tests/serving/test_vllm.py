@@ -103,6 +103,6 @@ def test_a_rank_reads_its_part_and_whole_rows_of_narrow_columns(loaded, folders)
 def test_the_engine_answers_with_the_same_tokens(folders, tmp_path, name, tp):
     lay_out(folders / name, tmp_path / "out", tp)
     expected = greedy_tokens(folders / STACKED.get(name, name), "auto", tp)
-    assert len(set(expected)) > 4
+    assert len(set(expected)) > 2
     assert greedy_tokens(tmp_path / "out", "sharded_state", tp) == expected
     assert greedy_tokens(folders / name, "bigload", tp) == expected

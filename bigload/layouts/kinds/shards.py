@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bigload.checkpoint.pipeline import components_of, in_pipeline
+from bigload.checkpoint.pipeline import components_of, in_pipeline, is_in_one_file
 from bigload.layouts.kinds.aliases import tied_by_config
 from bigload.layouts.layout import (
     LayoutRequest,
@@ -37,7 +37,8 @@ def lay_out(request: LayoutRequest) -> Output:
     is written that save_pretrained keeps; the others are `aliases`, which loaders of models tie again. Otherwise each
     name is written, because a reader of safetensors would miss the others.
 
-    Components of a pipeline are laid out one by one, each in its own folder and under its own names.
+    Components of a pipeline are laid out one by one, each in its own folder and under its own names; modules in
+    folders of sentence-transformers, which reads no index there, in one file each.
     """
     if request.checkpoint.components:
         return _components(request)
@@ -56,11 +57,14 @@ def _components(request: LayoutRequest) -> Output:
     files: list[OutputFile] = []
     documents: dict[str, bytes] = {}
     aliases: dict[str, str] = {}
+    in_one = {each.name for each in request.checkpoint.components if is_in_one_file(each)}
     for name, checkpoint in components_of(request.checkpoint):
-        found = lay_out(replace(request, checkpoint=in_pipeline(checkpoint, name)))
-        files += [replace(file, file=f"{name}/{file.file}") for file in found.files]
-        documents |= {f"{name}/{file}": content for file, content in found.documents.items()}
-        aliases |= {f"{name}.{alias}": f"{name}.{tensor}" for alias, tensor in found.aliases.items()}
+        options = replace(request.options, max_shard_bytes=None) if name in in_one else request.options
+        found = lay_out(replace(request, checkpoint=in_pipeline(checkpoint, name), options=options))
+        folder, prefix = (f"{name}/", f"{name}.") if name else ("", "")
+        files += [replace(file, file=f"{folder}{file.file}") for file in found.files]
+        documents |= {f"{folder}{file}": content for file, content in found.documents.items()}
+        aliases |= {f"{prefix}{alias}": f"{prefix}{tensor}" for alias, tensor in found.aliases.items()}
     return Output(files=tuple(files), documents=documents, aliases=aliases)
 
 

@@ -7,6 +7,7 @@ before layers.2) and shards by dtype.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, auto
 from functools import cached_property, lru_cache
@@ -313,7 +314,13 @@ def execution_order(key: str) -> tuple[int, int, str]:
     """
     if is_index(key):
         return _Stage.BLOCKS, int(key), key
+    if numbered := _MODULE_FOLDER.fullmatch(key):
+        return _Stage.HEAD, int(numbered[1]), key
     return _stage(key), -1, key
+
+
+_MODULE_FOLDER = re.compile(r"(\d+)_[A-Z]\w*")
+"""A module of sentence-transformers beside the transformer, such as `2_Dense`."""
 
 
 @lru_cache(maxsize=10_000)

@@ -200,8 +200,9 @@ def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructu
         checkpoint = as_quantised(checkpoint, options.quantize)
     config = ModelConfig(checkpoint.config)
     ties = find_ties(checkpoint)
-    adapters = tuple(adapter_bytes(each, checkpoint, ties) for each in options.lora)
-    root = build_tree(with_bytes_beside(as_loaded(checkpoint.tensors, options.workload.load_dtype), adapters))
+    dtype = options.workload.load_dtype
+    adapters = tuple(adapter_bytes(each, checkpoint, ties, dtype) for each in options.lora)
+    root = build_tree(with_bytes_beside(as_loaded(checkpoint.tensors, dtype), adapters))
     left_out = () if options.keep_extra_layers else extra_layers(root, config)
     kept = without(root, left_out)
     structure = ModelStructure(

@@ -84,11 +84,12 @@ def components(checkpoint: Checkpoint) -> PlainTable:
     )
     for component in checkpoint.components:
         found, class_name = component.checkpoint, f"{component.library}.{component.class_name}"
+        name = component.name or "."
         if found is None:
-            table.add(component.name, class_name, "-", "-", "-", "-")
+            table.add(name, class_name, "-", "-", "-", "-")
         else:
             counts = (str(len(found.tensors)), format_count(found.num_parameters), format_size(found.total_bytes))
-            table.add(component.name, class_name, *counts, ", ".join(bytes_by_dtype(found)))
+            table.add(name, class_name, *counts, ", ".join(bytes_by_dtype(found)))
     return table
 
 

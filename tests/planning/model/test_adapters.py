@@ -1,4 +1,4 @@
-"""Adapters count in plans: beside the modules that they change, in their own dtype, on the same device."""
+"""Adapters count in plans: beside the modules that they change, as PEFT holds them, on the same device."""
 
 import json
 
@@ -62,10 +62,11 @@ def _overheads(plan: Plan):
     return {use.device: use.overhead_bytes for use in plan.devices}
 
 
-def test_an_adapter_takes_room_in_its_own_dtype(base, tmp_path):
-    matrices = _on_all_layers()
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_an_adapter_takes_room_in_float32(base, tmp_path, dtype):
+    matrices = _on_all_layers(dtype=dtype)
     plan = bigload.plan(base, {"cpu": "1GiB"}, lora=[_adapter(tmp_path / "chat", matrices)])
-    assert (plan.weights_on(CPU), _overheads(plan)[CPU]) == (BASE_BYTES, _bytes(matrices))
+    assert (plan.weights_on(CPU), _overheads(plan)[CPU]) == (BASE_BYTES, _bytes(_on_all_layers()))
     note = next(note.text for note in plan.notes if note.code == "adapter")
     assert note.startswith("adapter chat: 16.0 KiB on cpu, beside the modules")
 
@@ -91,7 +92,7 @@ def test_limits_hold_with_the_adapter(base, tmp_path):
 
 
 def test_several_adapters_add_up(base, tmp_path):
-    first, second = _on_all_layers(), _matrices("lm_head", (100, 64), dtype="F16")
+    first, second = _on_all_layers(), _matrices("lm_head", (100, 64))
     folders = [_adapter(tmp_path / "a", first), _adapter(tmp_path / "b", second)]
     plan = bigload.plan(base, {"cpu": "1GiB"}, lora=folders)
     assert _overheads(plan)[CPU] == _bytes(first) + _bytes(second)
@@ -116,9 +117,11 @@ def test_what_an_adapter_brings_whole_counts_too(tmp_path):
     without_head = {name: form for name, form in BASE.items() if name != "lm_head.weight"}
     config = {"tie_word_embeddings": True, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     base = _folder(tmp_path / "base", "model", without_head, "config", config)
-    saved = {"lm_head.weight": ("F32", [100, 64])}
-    plan = bigload.plan(base, {"cpu": "1GiB"}, lora=[_adapter(tmp_path / "chat", saved)])
-    assert _overheads(plan)[CPU] == _bytes(saved)
+    saved = {"lm_head.weight": ("F32", [100, 64]), "model.norm.weight": ("F32", [64])}
+    adapter = _adapter(tmp_path / "chat", saved, modules_to_save=["lm_head"])  # the norm takes the place of the base's
+    for dtype, in_memory in ((None, "BF16"), ("fp32", "F32")):
+        plan = bigload.plan(base, {"cpu": "1GiB"}, lora=[adapter], dtype=dtype)
+        assert _overheads(plan)[CPU] == num_bytes_of(in_memory, [100, 64])
 
 
 def test_quantised_weights_are_matched_by_the_name_of_their_module(tmp_path):
