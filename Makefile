@@ -58,8 +58,9 @@ nightly: $(STAMP) $(NIGHTLY_STAMP)  ## Run everything: slow tests, peers, kills,
 	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
 	$(NIGHTLY)/bin/python fixtures/accelerate_suite.py
 	BIGLOAD_SIMULATED=1 $(NIGHTLY)/bin/python fixtures/accelerate_suite.py
+	$(MAKE) vllm
 
-vllm: $(VLLM_STAMP)  ## Run the tests of what bigload does for vLLM with the real vLLM, on the CPU; 5 GB, some minutes.
+vllm: $(VLLM_STAMP)  ## Run the tests of what bigload does for vLLM with the real vLLM, on the CPU; 5 GB, 15 minutes.
 	$(VLLM)/bin/pytest -q -p no:cacheprovider tests/serving
 
 hosts: $(STAMP)  ## Run the tests on several hosts: network namespaces of this machine; takes root, ip and tc.

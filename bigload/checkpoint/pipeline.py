@@ -99,7 +99,7 @@ def as_one_checkpoint(
         index_file=None,
         shards=tuple(sorted((shard for _, part in parts for shard in part.shards), key=lambda shard: shard.file)),
         tensors=StoredTensors.of_all([moved(part.tensors, prefix=f"{name}." if name else "") for name, part in parts]),
-        config=own and own.config,
+        config=None if own is None else own.config,
         warnings=(
             *warnings,
             *(

@@ -147,8 +147,8 @@ def _files_beside_components(
         files += [replace(file, name=f"{name}/{file.name}") for file in found]
         notes += [f"{name}: {note}" for note in noted]
     if has_modules(pipeline):
-        own = Output(files=tuple(file for file in output.files if not file.folder))
-        found, noted = _files_beside_model(pipeline, own, {*_taken(output), *folders}, dtype)
+        beside_files = Output(files=tuple(file for file in output.files if not file.folder))
+        found, noted = _files_beside_model(pipeline, beside_files, {*_taken(output), *folders}, dtype)
         return (*files, *found), (*notes, *noted)
     if scheme_of(pipeline.root).is_local:
         beside = {name: path.stat().st_size for name, path in _small_files(pipeline, folders, OtherWeights())}

@@ -17,7 +17,14 @@ def folder(tmp_path_factory):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     root = tmp_path_factory.mktemp("sentences")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"the sky is blue because light scattered".split()]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *["the", "sky", "is", "blue", "because", "light", "scattered"],
+    ]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
