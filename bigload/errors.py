@@ -193,12 +193,13 @@ class DoesNotFitError(PlanError):
         needed_bytes: int,
         usable_bytes: int,
         shortfalls: dict[str, int],
+        where: str = "",
         details: Sequence[str] = (),
         hint: str | None = None,
     ) -> None:
         if "total" in shortfalls:
             needed, usable = format_size(needed_bytes), format_size(usable_bytes)
-            message = f"{name} does not fit: it needs {needed}, the budget has room for {usable}"
+            message = f"{name} does not fit: it needs {needed}{where}, the budget has room for {usable}"
         else:
             verb = "is" if len(shortfalls) == 1 else "are"
             message = f"{name} does not fit: {' and '.join(shortfalls)} {verb} too small for the workspace to run it"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.model import Checkpoint
@@ -34,9 +34,18 @@ from bigload.planning.model.structure import read_structure
 from bigload.planning.model.ties import find_ties
 from bigload.planning.options import PlanKeywords, PlanOptions, options_of
 from bigload.planning.placement.optimality import Certificate, Verdict
-from bigload.planning.plan import TERMS, DeviceUse, Plan, PlanNote, ResidentExperts, recount
+from bigload.planning.plan import TERMS, DeviceUse, Plan, ResidentExperts, recount
+from bigload.planning.plan_document import (
+    count_of,
+    names_in,
+    notes_document,
+    notes_in,
+    shards_document,
+    shards_in,
+    typed,
+)
 from bigload.planning.resident_experts import layers_of
-from bigload.units import MAX_SIZE, MIB
+from bigload.units import MIB
 
 SCHEMA = "bigload.plan/1.2"
 
@@ -49,8 +58,6 @@ _RESIDENT_COUNTS = ("num_bytes", "num_uses", "num_recorded")
 MAX_PLAN_BYTES = 256 * MIB
 """No plan is larger: one of 100,000 modules takes 10 MiB."""
 
-T = TypeVar("T")
-
 
 def plan_document(plan: Plan) -> dict[str, object]:
     """Return the plan as plain JSON values."""
@@ -59,15 +66,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
         "checkpoint": {
             "path": plan.checkpoint_path,
             "total_bytes": plan.total_bytes,
-            "shards": [
-                {
-                    "file": shard.file,
-                    "bytes": shard.num_bytes,
-                    "header_sha256": shard.header_sha256,
-                    "etag": shard.etag,
-                }
-                for shard in plan.shards
-            ],
+            "shards": shards_document(plan.shards),
         },
         "policy": str(plan.policy),
         "options": _options_document(plan.options),
@@ -93,7 +92,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
             **{name: getattr(plan.certificate, name) for name in _BOUNDS},
             "within_blocks": plan.certificate.within_blocks,
         },
-        "notes": [{"code": note.code, "text": note.text} for note in plan.notes],
+        "notes": notes_document(plan.notes),
         "prediction": None,  # a file says nothing about machines: the same inputs give the same bytes on all of them
     }
 
@@ -146,20 +145,29 @@ def read_plan(path: str | Path) -> Plan:
         PlanNotFoundError: there is no such file, or it cannot be read.
         InvalidPlanError: no plan, another major version, or figures that contradict each other.
     """
-    try:
-        text = read_file(Path(path), max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS)
-    except ValueError as error:
-        _refuse(str(path), str(error))
-    except OSError as error:
-        inside = Path(path) / "plan.json"
-        hint = f"name the file in it: {inside}" if isinstance(error, IsADirectoryError) and inside.is_file() else _HOW
-        raise PlanNotFoundError(f"cannot read plan {path}: {error.strerror}", hint=hint) from None
-    plan = plan_from_json(text, source=str(path))
+    plan = plan_from_json(plan_text(path), source=str(path))
     beside = Path(path).parent
     files = [beside / shard.file for shard in plan.shards]
     if plan.checkpoint_path == "." and all(os.path.isfile(file) for file in files):  # noqa: PTH113 - takes any text
         return replace(plan, checkpoint_path=str(beside))
     return plan
+
+
+def plan_text(path: str | Path) -> str:
+    """Return the text of the plan file at `path`.
+
+    Raises:
+        PlanNotFoundError: there is no such file, or it cannot be read.
+        InvalidPlanError: it is larger than any plan.
+    """
+    try:
+        return read_file(Path(path), max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS)
+    except ValueError as error:
+        refuse_plan(str(path), str(error))
+    except OSError as error:
+        inside = Path(path) / "plan.json"
+        hint = f"name the file in it: {inside}" if isinstance(error, IsADirectoryError) and inside.is_file() else _HOW
+        raise PlanNotFoundError(f"cannot read plan {path}: {error.strerror}", hint=hint) from None
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
@@ -190,12 +198,12 @@ def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
     try:
         document = check_schema(parse_json(text), SCHEMA)
     except ValueError as error:
-        _refuse(source, str(error))
+        refuse_plan(source, str(error))
     try:
         return _plan(document)
     except (KeyError, TypeError, ValueError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        _refuse(source, reason)
+        refuse_plan(source, reason)
 
 
 def open_planned(
@@ -218,21 +226,48 @@ def open_planned(
     if path is None:
         assert plan is not None, "a plan or a path says where the checkpoint is"
         path = plan.checkpoint_path
+    if plan is None:
+        return path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    opened = open_unchanged(plan.shards, path, source=source)
+    check_plan(plan, opened, source=source)
+    return opened
+
+
+def open_unchanged(
+    shards: Sequence[ShardFingerprint], path: str | Path | Checkpoint, *, source: str = "the plan"
+) -> Checkpoint:
+    """Open the checkpoint at `path`, which had `shards` when the plan was made.
+
+    Raises:
+        StalePlanError: files are gone, or no longer valid.
+        CheckpointError: there is no such folder, or the system refused to read it.
+    """
     try:
-        opened = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+        return path if isinstance(path, Checkpoint) else open_checkpoint(path)
     except (CheckpointNotFoundError, InvalidCheckpointError, LegacyPickleError) as error:
-        differences = [] if plan is None else _differences(plan, error)
+        differences = _differences(shards, error)
         if not differences:
             raise
         raise StalePlanError(
             source, str(path), differences, hint=error.hint or _new_plan_hint(str(path), source)
         ) from error
-    if plan is not None:
-        check_plan(plan, opened, source=source)
-    return opened
 
 
-def _differences(plan: Plan, error: CheckpointNotFoundError | InvalidCheckpointError | LegacyPickleError) -> list[str]:
+def check_unchanged(shards: Sequence[ShardFingerprint], checkpoint: Checkpoint, *, source: str = "the plan") -> None:
+    """Raise unless `checkpoint` has the `shards` that a plan was made for.
+
+    Raises:
+        StalePlanError: shards changed, vanished or came; `.changes` has a line for each.
+    """
+    differences = changes(shards, fingerprint(checkpoint))
+    if differences:
+        hint = _new_plan_hint(checkpoint.path, source)
+        raise StalePlanError(source, checkpoint.path, differences, hint=hint)
+
+
+def _differences(
+    shards: Sequence[ShardFingerprint], error: CheckpointNotFoundError | InvalidCheckpointError | LegacyPickleError
+) -> list[str]:
     """Return a line for each difference that shows in `error`; none where it is not about the files of the plan."""
     if isinstance(error, LegacyPickleError):
         return [f"{path.name}   is a bare pickle now" for path in error.paths]
@@ -243,7 +278,7 @@ def _differences(plan: Plan, error: CheckpointNotFoundError | InvalidCheckpointE
     root = checkpoint_root(error.path)
     if root is None:  # the wrong folder, or one that was moved: nothing is known of its files
         return []
-    return [f"{s.file}   is gone" for s in plan.shards if not (root / s.file).exists()] or [error.message]
+    return [f"{s.file}   is gone" for s in shards if not (root / s.file).exists()] or [error.message]
 
 
 def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") -> None:
@@ -253,29 +288,28 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
         StalePlanError: shards changed, vanished or came; `.changes` has a line for each.
         InvalidPlanError: the device map leaves a tensor out, or holds other bytes than the plan claims.
     """
-    differences = changes(plan.shards, fingerprint(checkpoint))
-    if differences:
-        hint = _new_plan_hint(checkpoint.path, source)
-        raise StalePlanError(source, checkpoint.path, differences, hint=hint)
+    check_unchanged(plan.shards, checkpoint, source=source)
     if plan.options.quantize:
         scheme = plan.options.quantize
         hint = f"write them first (bigload reshard {checkpoint.path} OUT --quantize {scheme}), then plan OUT"
         text = f"{source} is for weights in {scheme}, and those of {checkpoint.path} are not"
         raise InvalidPlanError(text, hint=hint)
     if plan.total_bytes != checkpoint.total_bytes:
-        _refuse(source, f"it claims {plan.total_bytes} bytes of tensors, the checkpoint has {checkpoint.total_bytes}")
+        refuse_plan(
+            source, f"it claims {plan.total_bytes} bytes of tensors, the checkpoint has {checkpoint.total_bytes}"
+        )
     if plan.left_out:
         extra = extra_layers(build_tree(checkpoint.tensors), ModelConfig(checkpoint.config))
         wrong = [name for name in plan.left_out if name not in extra]
         if wrong:
-            _refuse(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")
+            refuse_plan(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")
     _check_names(plan, checkpoint, source)
     if plan.resident_experts is not None and (problem := _resident_problem(plan, plan.resident_experts, checkpoint)):
-        _refuse(source, problem)
+        refuse_plan(source, problem)
     counted = recount(plan, checkpoint.tensors)
     for use in plan.devices:
         if counted[use.device] != use.weights_bytes:
-            _refuse(
+            refuse_plan(
                 source,
                 f"it gives {use.device} {use.weights_bytes} bytes of weights, its device map {counted[use.device]}",
             )
@@ -305,13 +339,13 @@ def _check_names(plan: Plan, checkpoint: Checkpoint, source: str) -> None:
             name = name.rpartition(".")[0]
     unknown = [module for module in plan.homes if module not in known]
     if unknown:
-        _refuse(source, f"its device map has {', '.join(unknown[:3])}, no module of {checkpoint.name}")
+        refuse_plan(source, f"its device map has {', '.join(unknown[:3])}, no module of {checkpoint.name}")
     if plan.renamed is not None:
         from bigload.planning.module_names import in_memory_names, rename_device_map  # imports what few plans need
 
         renaming = in_memory_names(tuple(plan.homes), checkpoint.tensors, checkpoint.config)
         if rename_device_map(plan.homes, renaming) != plan.renamed:
-            _refuse(source, "its renamed device map is not its device map in other names")
+            refuse_plan(source, "its renamed device map is not its device map in other names")
 
 
 def _new_plan_hint(checkpoint: str, source: str) -> str:
@@ -319,13 +353,13 @@ def _new_plan_hint(checkpoint: str, source: str) -> str:
 
 
 def _plan(document: dict[str, object]) -> Plan:
-    checkpoint = _typed(document, "checkpoint", dict)
-    homes = _homes(_typed(document, "device_map", dict))
+    checkpoint = typed(document, "checkpoint", dict)
+    homes = _homes(typed(document, "device_map", dict))
     owned: dict[Device, list[str]] = {}
     for module, device in homes.items():
         owned.setdefault(device, []).append(module)
-    uses = [_device_use(entry, owned) for entry in _typed(document, "devices", list)]
-    execution = Device.parse(_typed(document, "execution_device", str))
+    uses = [_device_use(entry, owned) for entry in typed(document, "devices", list)]
+    execution = Device.parse(typed(document, "execution_device", str))
     listed = {use.device for use in uses}
     unlisted = owned.keys() - listed
     if unlisted:
@@ -335,54 +369,42 @@ def _plan(document: dict[str, object]) -> Plan:
     if execution == DISK or execution not in listed:
         raise ValueError(f"nothing can run on its execution device {execution}")
     return Plan(
-        checkpoint_path=_typed(checkpoint, "path", str),
-        total_bytes=_count(checkpoint["total_bytes"], "total_bytes"),
-        shards=tuple(
-            ShardFingerprint(
-                file=_typed(shard, "file", str),
-                num_bytes=_typed(shard, "bytes", int),
-                header_sha256=_typed(shard, "header_sha256", str),
-                etag=None if shard.get("etag") is None else _typed(shard, "etag", str),
-            )
-            for shard in _typed(checkpoint, "shards", list)
-        ),
+        checkpoint_path=typed(checkpoint, "path", str),
+        total_bytes=count_of(checkpoint["total_bytes"], "total_bytes"),
+        shards=shards_in(checkpoint),
         options=_options(document),
         execution_device=execution,
         homes=homes,
         devices=tuple(uses),
-        certificate=_certificate(_typed(document, "certificate", dict)),
-        num_device_changes=_count(document["num_device_changes"], "num_device_changes"),
+        certificate=_certificate(typed(document, "certificate", dict)),
+        num_device_changes=count_of(document["num_device_changes"], "num_device_changes"),
         token_bytes={
-            Device.parse(name): _count(size, name) for name, size in _typed(document, "token_bytes", dict).items()
+            Device.parse(name): count_of(size, name) for name, size in typed(document, "token_bytes", dict).items()
         },
-        left_out=_names(document, "left_out"),
-        shared=_names(document, "shared"),
-        renamed=None
-        if document["renamed_device_map"] is None
-        else _homes(_typed(document, "renamed_device_map", dict)),
+        left_out=names_in(document, "left_out"),
+        shared=names_in(document, "shared"),
+        renamed=None if document["renamed_device_map"] is None else _homes(typed(document, "renamed_device_map", dict)),
         resident_experts=_resident(document, uses, execution),
-        notes=tuple(
-            PlanNote(code=_typed(n, "code", str), text=_typed(n, "text", str)) for n in _typed(document, "notes", list)
-        ),
+        notes=notes_in(document),
     )
 
 
 def _resident(document: Mapping[str, object], uses: list[DeviceUse], execution: Device) -> ResidentExperts | None:
     if "resident_experts" not in document:  # a plan made before there were any
         return None
-    entry = _typed(document, "resident_experts", dict)
-    experts = {str(module): numbers for module, numbers in _typed(entry, "experts", dict).items()}
+    entry = typed(document, "resident_experts", dict)
+    experts = {str(module): numbers for module, numbers in typed(entry, "experts", dict).items()}
     if not experts:
         return None
     for module, numbers in experts.items():
-        if not isinstance(numbers, list) or numbers != sorted({_count(number, module) for number in numbers}):
+        if not isinstance(numbers, list) or numbers != sorted({count_of(number, module) for number in numbers}):
             raise TypeError(f"the resident experts of {module!r} are {numbers!r:.60}, expected ascending numbers")
-    counts = {name: _count(entry[name], name) for name in _RESIDENT_COUNTS}
+    counts = {name: count_of(entry[name], name) for name in _RESIDENT_COUNTS}
     if counts["num_bytes"] > sum(use.workspace_bytes for use in uses if use.device == execution):
         raise ValueError(f"the workspace of {execution} is less than its resident experts")
     return ResidentExperts(
         experts={module: tuple(numbers) for module, numbers in experts.items()},
-        stats_sha256=_typed(entry, "stats_sha256", str),
+        stats_sha256=typed(entry, "stats_sha256", str),
         **counts,
     )
 
@@ -391,52 +413,39 @@ def _homes(entry: Mapping[str, object]) -> dict[str, Device]:
     return {str(module): Device.parse(str(device)) for module, device in entry.items()}
 
 
-def _names(document: Mapping[str, object], key: str) -> tuple[str, ...]:
-    names: list[object] = _typed(document, key, list)
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{key!r} is {names!r:.60}, expected a list of names")
-    return tuple(map(str, names))
-
-
 def _options(document: Mapping[str, object]) -> PlanOptions:
     """Return the options, checked as those of the command line are, except that sizes are numbers."""
-    entry = _typed(document, "options", dict)
+    entry = typed(document, "options", dict)
     keywords = {
         key: entry[key]
         for key in PlanKeywords.__annotations__
         if key not in ("policy", "attention", "expert_stats", "lora")
     }
-    keywords["no_split"] = _names(entry, "no_split")
+    keywords["no_split"] = names_in(entry, "no_split")
     for key in ("overhead", "disk_bandwidth", "link_bandwidth"):
         if keywords[key] is not None:
-            _typed(entry, key, int)
+            typed(entry, key, int)
     try:
         # Plans made before there was a choice of attention answer the default.
-        return options_of(policy=_typed(document, "policy", str), attention=entry.get("attention"), **keywords)
+        return options_of(policy=typed(document, "policy", str), attention=entry.get("attention"), **keywords)
     except OptionError as error:
         raise ValueError(error.message) from None
 
 
 def _certificate(entry: Mapping[str, object]) -> Certificate:
     return Certificate(
-        verdict=Verdict(_typed(entry, "verdict", str)),
-        **{name: _count(entry[name], name) for name in _BOUNDS},
+        verdict=Verdict(typed(entry, "verdict", str)),
+        **{name: count_of(entry[name], name) for name in _BOUNDS},
     )
 
 
-def _count(value: object, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
-        raise TypeError(f"{name!r} is {value!r:.60}, expected a number of at least 0")
-    return value
-
-
 def _device_use(entry: Mapping[str, object], owned: Mapping[Device, list[str]]) -> DeviceUse:
-    device = Device.parse(_typed(entry, "device", str))
+    device = Device.parse(typed(entry, "device", str))
     budget = entry["budget_bytes"]
     use = DeviceUse(
         device=device,
-        budget_bytes=None if budget is None else _typed(entry, "budget_bytes", int),
-        **{f"{term}_bytes": _typed(entry, f"{term}_bytes", int) for term in TERMS},
+        budget_bytes=None if budget is None else typed(entry, "budget_bytes", int),
+        **{f"{term}_bytes": typed(entry, f"{term}_bytes", int) for term in TERMS},
         modules=tuple(owned.get(device, ())),
     )
     sizes = (use.budget_bytes or 0, use.free_bytes or 0, *(getattr(use, f"{term}_bytes") for term in TERMS))
@@ -445,16 +454,6 @@ def _device_use(entry: Mapping[str, object], owned: Mapping[Device, list[str]]) 
     return use
 
 
-def _typed(entry: Mapping[str, object], key: str, kind: type[T]) -> T:
-    if not isinstance(entry, Mapping):
-        raise TypeError(f"expected an object with {key!r}, found {entry!r:.60}")
-    value = entry[key]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{key!r} is {value!r:.60}, expected {kind.__name__}")
-    if isinstance(value, int) and abs(value) > MAX_SIZE:
-        raise ValueError(f"{key!r} is more than any device has")
-    return value
-
-
-def _refuse(source: str, reason: str) -> NoReturn:
+def refuse_plan(source: str, reason: str) -> NoReturn:
+    """Raise InvalidPlanError: `reason` says what is wrong with the plan called `source`."""
     raise InvalidPlanError(f"{source} is not a usable plan: {reason}", hint=_HOW)

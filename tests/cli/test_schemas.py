@@ -34,6 +34,9 @@ NAMES = [
     "profile",
     "error",
     *QUESTIONS,
+    "parallel-plan",
+    "parallel-fits",
+    "parallel-explain",
 ]
 
 PLAN = "bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json"
@@ -53,6 +56,7 @@ COMMANDS = [
     "bigload plan llama-70b -m 0=80GiB,1=80GiB --max-context --json",
     "bigload plan llama-70b --fits --context 8192 --json",
     "bigload plan llama-70b --gpus 24GiB --json",
+    "bigload plan llama-70b --tp 8 --pp 2 --hosts 2 -m 80GiB --max-context --json",
     "bigload fetch llama-70b out --dry-run --json --only lm_head",
     "bigload fetch tiny-llama out --json --exclude '*.txt'",
     "bigload fetch tiny-llama out --json --only 'model.layers.0' --only lm_head",
@@ -73,6 +77,11 @@ COMMANDS = [
     "bigload bench-load tiny-llama --runs 1 --threads 1 --method mmap,direct --cold --max-inflight 8MiB --json",
     "bigload bench-load tiny-llama --runs 1 --threads 2 --dtype fp32 --warm --json",
 ]
+PARALLEL = {
+    "parallel-plan": "bigload plan llama-70b --tp 8 --pp 2 --hosts 2 -m 80GiB --context 1000 --json",
+    "parallel-fits": "bigload plan llama-70b --tp 4 --pp 2 --fits --json",
+    "parallel-explain": "bigload plan llama-70b --tp 8 --pp 2 -m 80GiB --explain layers.3 --json",
+}
 RUNS = [
     "bigload run tiny-llama --random-tokens 2 -n 2 --repeat 2 --from-disk --resident-bytes 0 --json",
     "bigload run tiny-llama --random-tokens 2 -n 1 --plan in-ram.json --json",
@@ -168,6 +177,15 @@ def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     described = schema(verb)
     Draft202012Validator(described).validate(document)
     Draft202012Validator(strict(described)).validate(document)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_what_is_printed_about_ranks_is_what_its_schema_describes(run, name):
+    done = run(PARALLEL[name])
+    assert done.code == 0, done.stderr
+    document = parsed(done.stdout)
+    assert document["schema"] == f"bigload.{name}/1.0"
+    Draft202012Validator(strict(schema(name))).validate(document)
 
 
 def test_recorded_experts_are_what_their_schema_describes():

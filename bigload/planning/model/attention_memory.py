@@ -120,7 +120,7 @@ def attention_memory(shapes: AttentionShapes, cached: int, config: ModelConfig, 
     latent = (shapes.expanded_width or 0) + query
     grouped = 0 if cached >= 2 * query or is_broadcast else 2 * query
     return AttentionMemory(
-        num_heads=_num_heads(query, config),
+        num_heads=_num_heads(query, shapes, config),
         projected=projected,
         query=query,
         key_value=made,
@@ -138,6 +138,11 @@ def attention_memory(shapes: AttentionShapes, cached: int, config: ModelConfig, 
     )
 
 
-def _num_heads(query: int, config: ModelConfig) -> int:
-    said = config.number("num_heads")
+def _num_heads(query: int, shapes: AttentionShapes, config: ModelConfig) -> int:
+    """Return the heads of queries: of a tensor-parallel rank, whose config is that of the model, as many as it has."""
+    said, width = config.number("num_heads"), config.head_dim or 0
+    if shapes.is_latent:
+        width = (config.number("qk_nope_head_dim") or 0) + (config.number("qk_rope_head_dim") or 0)
+    if said and width and query < said * width and query % width == 0:
+        return query // width
     return said or query // (config.number("head_dim") or _USUAL_HEAD_DIM)

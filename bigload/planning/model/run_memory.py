@@ -134,9 +134,9 @@ def memory_model(blocks: Iterable[ModuleNode], tensors: Mapping[str, TensorInfo]
     """
     blocks = tuple(blocks)
     caches, shapes, unknown = block_caches(blocks, config)
-    num_words = _num_words(tensors, config, generates=bool(shapes))
+    width = _width_of_logits(tensors, config, generates=bool(shapes))
     kept = {cache.block: cache for cache in caches}
-    has_words = num_words or config.number("vocab_size") or any(name.endswith(families.EMBEDDINGS) for name in tensors)
+    has_words = width or config.number("vocab_size") or any(name.endswith(families.EMBEDDINGS) for name in tensors)
     # The encoder of a text or, beside a decoder, of sound; the input of others is not known.
     others = (block for block in blocks if block.name not in shapes and is_of_main_encoder(block.name))
     encoders = [read_block(block) for block in others] if has_words else []
@@ -159,14 +159,14 @@ def memory_model(blocks: Iterable[ModuleNode], tensors: Mapping[str, TensorInfo]
     sentences = [*unknown]
     if not config.is_known and shapes:
         sentences.append("no config.json tells how far attention reaches; it is taken to reach over the whole context")
-    if shapes and not num_words:
+    if shapes and not width:
         sentences.append("neither tensors nor config tell the size of the vocabulary; logits are not counted")
     if shapes and not activations:
         sentences.append("neither tensors nor config tell the widths of the layers; activations are not counted")
     return MemoryModel(
         caches=caches,
         source_tokens=source_tokens(config),
-        num_words=num_words,
+        num_words=width,
         has_logits_of_all_tokens=any(name.endswith(_MASKED_HEAD) for name in config.architectures),
         activations=activations,
         attention=default_attention(config) if any(block.attentions for block in activations) else None,
@@ -176,16 +176,19 @@ def memory_model(blocks: Iterable[ModuleNode], tensors: Mapping[str, TensorInfo]
     )
 
 
-def _num_words(tensors: Mapping[str, TensorInfo], config: ModelConfig, *, generates: bool) -> int:
-    """Return the width of the logits; 0 for a model that has none."""
-    has_head = generates or any(name.endswith((*families.WITH_HEAD, _MASKED_HEAD)) for name in config.architectures)
-    if not has_head:
-        return 0
+def num_words(tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the rows of the output head, or of the embedding that it shares; 0 where no tensor tells."""
     for names in (families.HEADS, families.EMBEDDINGS):
-        rows = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(names) and is_matrix(tensor)]
+        rows = [tensors[name].shape[0] for name in tensors if name.endswith(names) and is_matrix(tensors[name])]
         if rows:
             return max(rows)
-    return config.number("vocab_size") or 0
+    return 0
+
+
+def _width_of_logits(tensors: Mapping[str, TensorInfo], config: ModelConfig, *, generates: bool) -> int:
+    """Return the width of the logits; 0 for a model that has none."""
+    has_head = generates or any(name.endswith((*families.WITH_HEAD, _MASKED_HEAD)) for name in config.architectures)
+    return (num_words(tensors) or config.number("vocab_size") or 0) if has_head else 0
 
 
 def _dtype(shapes: Sequence[BlockShapes], config: ModelConfig) -> DType:

@@ -76,6 +76,11 @@ class ModelStructure:
         return cut_into_units(self.root, self.ties, no_split=self.no_split, shared=self.shared)
 
     @cached_property
+    def _whole_parts(self) -> tuple[Unit, ...]:
+        parts = parts_in_order(self.root, self.ties, no_split=self.no_split)
+        return tuple(Unit(parts=(part,)) for part in parts)
+
+    @cached_property
     def _ranks(self) -> dict[str, int]:
         """The place in a forward pass of every module that is placed as a whole, stored or not."""
         root = self.root
@@ -115,6 +120,13 @@ class ModelStructure:
         if needs.cache_bytes or needs.logits_bytes:
             units = _with_needs(units, needs, self.head_part, self.ties)
         return tuple(piece for unit in units for piece in self._pieces(unit, split_experts=split_experts))
+
+    def whole_parts(self, workload: Workload) -> tuple[Unit, ...]:
+        """Return what stays whole, each module a unit by itself, with the bytes that `workload` needs beside weights.
+
+        Tensors that are copies of others count: modules that are tied may be in different places.
+        """
+        return _with_needs(self._whole_parts, self.run_memory(workload), self.head_part, self.ties)
 
     def _pieces(self, unit: Unit, *, split_experts: bool) -> Iterator[Unit]:
         """Yield `unit`, or the dense part of its block and the routed experts that ride on it."""
@@ -186,8 +198,10 @@ class ModelStructure:
         return next(reversed(names), None)
 
 
-def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructure:
-    """Read the structure of a checkpoint from its names, shapes and config.
+def read_structure(
+    checkpoint: Checkpoint, options: PlanOptions, *, ties: Sequence[TiedGroup] | None = None
+) -> ModelStructure:
+    """Read the structure of a checkpoint from its names, shapes and config; tied tensors are compared, unless given.
 
     Raises:
         OptionError: a pattern of `options.no_split` matches no module, or weights cannot be quantised as asked.
@@ -199,7 +213,7 @@ def read_structure(checkpoint: Checkpoint, options: PlanOptions) -> ModelStructu
 
         checkpoint = as_quantised(checkpoint, options.quantize)
     config = ModelConfig(checkpoint.config)
-    ties = find_ties(checkpoint)
+    ties = find_ties(checkpoint) if ties is None else ties
     dtype = options.workload.load_dtype
     adapters = tuple(adapter_bytes(each, checkpoint, ties, dtype) for each in options.lora)
     root = build_tree(with_bytes_beside(as_loaded(checkpoint.tensors, dtype), adapters))

@@ -36,6 +36,13 @@ def inspect(
     from bigload_cli import output
 
     if _is_plan(path):
+        from bigload.planning.model_parallel.parallel_plan_file import is_parallel_plan, read_parallel_plan
+
+        if is_parallel_plan(path):
+            from bigload_cli.commands import parallel_plans
+
+            parallel_plans.show(read_parallel_plan(path), as_json=as_json, quiet=quiet, color=color)
+            return
         from bigload.planning.plan_file import read_plan
         from bigload_cli.commands.plan import show
 

@@ -11,7 +11,7 @@ import typer
 
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.policy_registry import POLICIES
-from bigload_cli.commands import predictions, questions
+from bigload_cli.commands import parallel_plans, predictions, questions
 from bigload_cli.failures import AnswerIsNoError
 from bigload_cli.options import (
     CheckpointArgument,
@@ -20,6 +20,8 @@ from bigload_cli.options import (
     JsonOption,
     MaxMemoryOption,
     QuietOption,
+    TpOption,
+    TpRulesOption,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ Examples:
   bigload plan ./llama-70b -m 0=80GiB,cpu=256GiB --profile h100
   bigload plan ./llama-70b -m 0=80GiB,1=80GiB --context 131072 --fit --fail-if offload
   bigload plan ./llama-70b -m 0=80GiB,1=80GiB --context 65536 --target 8tok/s --profile a100
+  bigload plan ./deepseek-v3 --tp 8 --pp 2 --hosts 2 -m 80GiB --context 131072 -o plan.json
 
 \b
 -q prints the name of the file that -o or --html wrote; without one the bytes
@@ -67,6 +70,7 @@ class Offload(StrEnum):
 
 
 def plan(
+    ctx: typer.Context,
     path: CheckpointArgument,
     max_memory: MaxMemoryOption = None,
     out: Annotated[
@@ -151,6 +155,12 @@ def plan(
         str | None,
         typer.Option("--link-bandwidth", metavar="SIZE", help="Bytes per second from RAM to a GPU. Default: 24GiB."),
     ] = None,
+    tp: TpOption = None,
+    tp_rules: TpRulesOption = None,
+    pp: parallel_plans.PpOption = None,
+    hosts: parallel_plans.HostsOption = None,
+    gpu_bandwidth: parallel_plans.GpuBandwidthOption = None,
+    host_bandwidth: parallel_plans.HostBandwidthOption = None,
     profile: predictions.ProfileOption = None,
     measure: predictions.MeasureOption = False,
     fit: predictions.FitOption = False,
@@ -173,13 +183,15 @@ def plan(
 ) -> None:
     """Decide which device holds which module.
 
-    Works from the names and sizes in the headers alone: no model code, no torch, no weights.
+    Works from the names and sizes in the headers alone: no model code, no torch, no weights. With --tp, --pp or
+    --hosts: which rank holds which part, one GPU of -m SIZE each.
     """
     from bigload.errors import OptionError
     from bigload.planning.options import options_of
     from bigload.planning.planner import plan_details
     from bigload_cli.output import open_shown, say_warnings
 
+    is_for_ranks = parallel_plans.asked(ctx)
     if offload is not None:
         policy, prefetch, no_split = _offload(offload, policy, prefetch=prefetch, no_split=no_split)
     options = options_of(
@@ -204,6 +216,24 @@ def plan(
     )
     asked = questions.Question(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
     asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)
+    if is_for_ranks:
+        parallel_plans.run(
+            path,
+            max_memory,
+            options,
+            asked,
+            tp=tp,
+            pp=pp,
+            hosts=hosts,
+            tp_rules=tp_rules,
+            gpu_bandwidth=gpu_bandwidth,
+            host_bandwidth=host_bandwidth,
+            out=out,
+            as_json=as_json,
+            quiet=quiet,
+            color=color,
+        )
+        return
     budget = None if asked.needs_no_budget else _budget(max_memory, use_disk=use_disk)
     if offload is not None and budget is not None and not budget.accelerators:
         raise OptionError(f"--offload {offload} without a GPU", hint="name one to bring weights to: -m cuda:0=8GiB")

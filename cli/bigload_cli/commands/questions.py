@@ -87,13 +87,18 @@ def answer(
     quiet: bool,
     color: ColorMode,
 ) -> None:
-    """Print the answer."""
-    from bigload_cli import output
-
+    """Find the answer and print it."""
     if budget is None:
         found = _about_need(question, checkpoint, options)
     else:
         found = _about_budget(question, checkpoint, budget, options)
+    print_answer(found, as_json=as_json, quiet=quiet, color=color)
+
+
+def print_answer(found: Answer, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
+    """Print an answer in the form that was asked for."""
+    from bigload_cli import output
+
     if as_json:
         output.print_json(found.document)
     elif quiet:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Protocol
 
 from bigload.plain_text import printable
-from bigload.planning.plan import Plan
+from bigload.planning.options import PlanOptions
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -29,7 +30,16 @@ def argument(path: str | Path) -> str:
     return shlex.quote(printable(str(path)))
 
 
-def next_command(plan: Plan, plan_file: Path) -> str:
+class _Planned(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def checkpoint_path(self) -> str: ...
+    @property
+    def options(self) -> PlanOptions: ...
+
+
+def next_command(plan: _Planned, plan_file: Path) -> str:
     """Return the command that carries the plan out, or first writes what it is for, to a folder beside the source."""
     path = Path(plan.checkpoint_path)
     folder = path.parent if path.suffix in (".json", ".safetensors") else path

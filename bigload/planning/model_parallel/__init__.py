@@ -1,0 +1,1 @@
+"""Plans for tensor-parallel ranks and pipeline stages, on one host or several."""

@@ -1,0 +1,232 @@
+"""A parallel plan: which rank holds which part of a model, and what that costs its GPU.
+
+Ranks are tensor-parallel within pipeline stages. A plan is data, as that of one machine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigload.checkpoint.fingerprint import ShardFingerprint
+from bigload.checkpoint.model import name_of
+from bigload.plain_text import PlainTable, Styled, printable, stacked_bar
+from bigload.planning.model_parallel.rank_grid import Communication, Links, RankGrid
+from bigload.planning.module_table import folded_names, ranges
+from bigload.planning.options import PlanOptions
+from bigload.planning.plan import SHORTEST_SECONDS, PlanNote, duration
+from bigload.planning.workload import PREFILL_CHUNK
+from bigload.units import common_unit, counted, format_size
+
+TERMS = ("weights", "padding", "kv", "logits", "activation", "overhead")
+"""What takes memory on a GPU, in the order in which equations show it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUse:
+    """Memory of one rank, an equation of bytes: the limit of its GPU is the sum of all that follows, and what is free.
+
+    Attributes:
+        rank: Its number among all ranks.
+        budget_bytes: The limit.
+        weights_bytes: Its part of the weights of its stage: what `bigload reshard` writes for it, if nothing is cast.
+        padding_bytes: Rows with which engines make vocabularies divide.
+        kv_bytes: Caches and recurrent states of its part of the stage's blocks.
+        logits_bytes: Those of the whole vocabulary, on ranks of the last stage.
+        activation_bytes: One buffer for what its part of a block computes.
+        overhead_bytes: What the GPU takes besides: context, kernels, slack.
+    """
+
+    rank: int
+    budget_bytes: int
+    weights_bytes: int
+    padding_bytes: int
+    kv_bytes: int
+    logits_bytes: int
+    activation_bytes: int
+    overhead_bytes: int
+
+    @property
+    def run_bytes(self) -> int:
+        """What running takes beside weights and caches."""
+        return self.padding_bytes + self.logits_bytes + self.activation_bytes + self.overhead_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.run_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.used_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """Where every tensor of a checkpoint goes when ranks divide it.
+
+    Attributes:
+        checkpoint_path: The checkpoint as the user named it.
+        total_bytes: Bytes of all its tensors, as stored.
+        shards: Its fingerprint; a plan is void for a checkpoint with another.
+        options: The workload, and what else was asked for.
+        grid: Ranks, stages and hosts.
+        links: What communication is estimated with.
+        tp_rules: Styles by pattern that go before those of the family.
+        stages: The modules of each stage, in execution order: every tensor is below one of them, unless it is left out.
+            A module whose weights are used in several stages is named in each.
+        ranks: A row for each rank.
+        communication: What ranks send one another in a forward pass.
+        left_out: Modules that no rank holds, because no ordinary forward pass runs them.
+        notes: Whatever else there is to know.
+    """
+
+    checkpoint_path: str
+    total_bytes: int
+    shards: tuple[ShardFingerprint, ...]
+    options: PlanOptions
+    grid: RankGrid
+    links: Links
+    tp_rules: Mapping[str, str]
+    stages: tuple[tuple[str, ...], ...]
+    ranks: tuple[RankUse, ...]
+    communication: Communication
+    left_out: tuple[str, ...] = ()
+    notes: tuple[PlanNote, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What tables and messages call the checkpoint."""
+        return name_of(self.checkpoint_path) or Path(self.checkpoint_path).resolve().name
+
+    @property
+    def gpu_bytes(self) -> int:
+        """The limit of each GPU."""
+        return self.ranks[0].budget_bytes
+
+    def ranks_of(self, stage: int) -> tuple[RankUse, ...]:
+        """Return the rows of the ranks of `stage`."""
+        return tuple(self.ranks[rank] for rank in self.grid.ranks_of(stage))
+
+    def fullest(self, stage: int) -> RankUse:
+        """Return the row of the rank of `stage` that uses most memory, the first of several."""
+        return max(self.ranks_of(stage), key=lambda use: use.used_bytes)
+
+    def token_seconds(self) -> float:
+        """Return the least time that communication takes for one token of each sequence."""
+        return self.communication.seconds(self.links)
+
+    def __str__(self) -> str:
+        """Return the table that `bigload plan` prints."""
+        return "\n".join([headline(self), "", stage_table(self, blocks=True).as_text(), *closing_lines(self)])
+
+
+def headline(plan: ParallelPlan) -> str:
+    """Return what fits where, in one line, and what the figures of the table are about, in another."""
+    workload = plan.options.workload
+    text = f"{format_size(plan.total_bytes)} as stored"
+    if workload.load_dtype is not None:
+        text += f", loaded as {workload.load_dtype}"
+    if workload.context:
+        batch = f"{counted(workload.batch, 'sequence')} of " if workload.batch > 1 else ""
+        text += f", {batch}{counted(workload.context, 'token')}"
+    unit, _ = common_unit([plan.gpu_bytes])
+    gpus = f"{plan.grid.gpus_per_host} x {format_size(plan.gpu_bytes)}"
+    where = gpus if plan.grid.hosts == 1 else f"{plan.grid.hosts} hosts of {gpus}"
+    return (
+        f"{printable(plan.name)} fits {where}: TP {plan.grid.tp} x PP {plan.grid.pp}\n"
+        f"{text}; figures of one GPU, in {unit}"
+    )
+
+
+def stage_table(plan: ParallelPlan, *, blocks: bool) -> PlainTable:
+    """Return a row for each stage, with the figures of its fullest rank: limit = weights + caches + run + free."""
+    has_cache = any(use.kv_bytes for use in plan.ranks)
+    right = ("STAGE", "HOST", "RANKS", "LIMIT =", "WEIGHTS +", *(("KV +",) if has_cache else ()), "RUN +", "FREE")
+    table = PlainTable((*right, "USE", "HOLDS"), right=right, folding="HOLDS", droppable="USE")
+    unit, factor = common_unit([plan.gpu_bytes])
+    digits = 0 if unit == "B" else 2
+    for stage, modules in enumerate(plan.stages):
+        use = plan.fullest(stage)
+        sizes = (
+            use.budget_bytes,
+            use.weights_bytes,
+            *((use.kv_bytes,) if has_cache else ()),
+            use.run_bytes,
+            use.free_bytes,
+        )
+        table.add(
+            str(stage),
+            ranges(plan.grid.hosts_of(stage)),
+            ranges(plan.grid.ranks_of(stage)),
+            *(f"{size / factor:.{digits}f}" for size in sizes),
+            Styled(_bar(use, blocks=blocks), "cyan"),
+            folded_names(modules),
+        )
+    return table
+
+
+def _bar(use: RankUse, *, blocks: bool) -> str:
+    full, half, rest = ("█", "▒", "·") if blocks else ("#", "+", ".")
+    weights, beside = use.weights_bytes / use.budget_bytes, (use.used_bytes - use.weights_bytes) / use.budget_bytes
+    return stacked_bar([(weights, full), (beside, half), (1 - weights - beside, rest)], width=16)
+
+
+def closing_lines(plan: ParallelPlan) -> list[str]:
+    """Return the lines below the table: what running takes, what ranks send one another, and notes."""
+    running: dict[str, list[int]] = {}
+    for stage in range(plan.grid.pp):
+        use = plan.fullest(stage)
+        terms = {
+            "overhead": use.overhead_bytes,
+            "activations": use.activation_bytes,
+            "logits": use.logits_bytes,
+            "padding of the vocabulary": use.padding_bytes,
+        }
+        words = " + ".join(f"{format_size(size)} {term}" for term, size in terms.items() if size)
+        if words:
+            running.setdefault(words, []).append(stage)
+    one = plan.grid.pp == 1
+    return [
+        *(f"RUN is {words}" + ("." if one else f" in {_stages(stages)}.") for words, stages in running.items()),
+        *communication_lines(plan),
+        *(f"note: {printable(note.text)}" for note in plan.notes),
+    ]
+
+
+def communication_lines(plan: ParallelPlan) -> list[str]:
+    """Return sentences on what ranks send one another, and how long that takes at least; none for a single rank."""
+    sent = plan.communication
+    counts = (
+        (sent.num_sums, "all-reduce", f"among {sent.tp} ranks of a host"),
+        (sent.num_host_sums, "all-reduce", f"among {sent.tp} ranks of several hosts"),
+        (sent.num_sends, "send", "within a host"),
+        (sent.num_host_sends, "send", "to another host"),
+    )
+    passed = [f"{counted(number, what)} {where}" for number, what, where in counts if number]
+    if not passed or not sent.message_bytes:
+        return []
+    workload = plan.options.workload
+    chunk = min(workload.context or PREFILL_CHUNK, PREFILL_CHUNK)
+    least = sent.seconds(plan.links, chunk)
+    of_each = f" of {counted(workload.batch, 'sequence')}" if workload.batch > 1 else ""
+    links = f"{_rate(plan.links.gpu)} within a host" + (
+        f" and {_rate(plan.links.host)} between hosts" if plan.grid.hosts > 1 else ""
+    )
+    return [
+        f"A token{of_each} takes {', '.join(passed)}, of {format_size(sent.message_bytes)} each.",
+        f"At {links} that is {_least(plan.token_seconds())}, and {_least(least)} for a chunk of {chunk} tokens, "
+        "without latencies.",
+    ]
+
+
+def _least(seconds: float) -> str:
+    return f"at least {duration(seconds) if seconds >= SHORTEST_SECONDS else f'{seconds * 10**6:.1f} µs'}"
+
+
+def _rate(num_bytes: int) -> str:
+    return f"{num_bytes / 10**9:g} GB/s"
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return f"{'stage' if len(stages) == 1 else 'stages'} {ranges(stages)}"

@@ -1,0 +1,230 @@
+"""The file of a parallel plan: JSON, `bigload.parallel-plan/1.0`, described in docs/schemas/parallel-plan-1.0.json.
+
+It is another document than a plan for one machine, so what reads only those refuses it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from bigload.checkpoint.model import Checkpoint
+from bigload.documents import PATH_ERRORS, check_replaceable, check_schema, parse_json, read_file, write_whole
+from bigload.errors import OptionError
+from bigload.planning.model.config import ModelConfig
+from bigload.planning.model.module_tree import build_tree
+from bigload.planning.model.mtp_layers import extra_layers
+from bigload.planning.model_parallel.divided_model import DividedModel
+from bigload.planning.model_parallel.parallel_plan import TERMS, ParallelPlan, RankUse
+from bigload.planning.model_parallel.rank_grid import Communication, Links, RankGrid
+from bigload.planning.options import PlanOptions, options_of
+from bigload.planning.plan_document import (
+    count_of,
+    names_in,
+    notes_document,
+    notes_in,
+    shards_document,
+    shards_in,
+    typed,
+)
+from bigload.planning.plan_file import MAX_PLAN_BYTES, check_unchanged, open_unchanged, plan_text, refuse_plan
+
+SCHEMA = "bigload.parallel-plan/1.0"
+
+_WORKLOAD = ("context", "batch", "dtype", "kv_dtype", "attention", "overhead", "mtp")
+_COUNTS = ("num_sums", "num_host_sums", "num_sends", "num_host_sends", "message_bytes", "logits_bytes")
+
+
+def parallel_plan_document(plan: ParallelPlan) -> dict[str, object]:
+    """Return the plan as plain JSON values."""
+    workload, sent = plan.options.workload, plan.communication
+    return {
+        "schema": SCHEMA,
+        "checkpoint": {
+            "path": plan.checkpoint_path,
+            "total_bytes": plan.total_bytes,
+            "shards": shards_document(plan.shards),
+        },
+        "tp": plan.grid.tp,
+        "pp": plan.grid.pp,
+        "hosts": plan.grid.hosts,
+        "options": {
+            "context": workload.context,
+            "batch": workload.batch,
+            "dtype": None if workload.load_dtype is None else workload.load_dtype.name,
+            "kv_dtype": None if workload.kv_dtype is None else workload.kv_dtype.name,
+            "attention": None if workload.attention is None else str(workload.attention),
+            "overhead": plan.options.overhead,
+            "mtp": plan.options.keep_extra_layers,
+        },
+        "tp_rules": dict(plan.tp_rules),
+        "links": {"gpu_bandwidth": plan.links.gpu, "host_bandwidth": plan.links.host},
+        "stages": [{"modules": list(modules)} for modules in plan.stages],
+        "left_out": list(plan.left_out),
+        "ranks": [
+            {
+                "rank": use.rank,
+                "stage": plan.grid.stage_of(use.rank),
+                "host": plan.grid.host_of(use.rank),
+                "gpu": use.rank % plan.grid.gpus_per_host,
+                "budget_bytes": use.budget_bytes,
+                **{f"{term}_bytes": getattr(use, f"{term}_bytes") for term in TERMS},
+                "free_bytes": use.free_bytes,
+            }
+            for use in plan.ranks
+        ],
+        "communication": {
+            **{name: getattr(sent, name) for name in _COUNTS},
+            "logits_cross_hosts": sent.logits_cross_hosts,
+            "token_seconds": plan.token_seconds(),
+        },
+        "notes": notes_document(plan.notes),
+    }
+
+
+def parallel_plan_to_json(plan: ParallelPlan) -> str:
+    """Return the text of the file."""
+    return json.dumps(parallel_plan_document(plan), indent=2, ensure_ascii=False) + "\n"
+
+
+def write_parallel_plan(plan: ParallelPlan, path: str | Path) -> None:
+    """Write the file at `path`, whole or not at all; replaces another plan for ranks, and nothing else.
+
+    Raises:
+        OutputExistsError: something that is no such plan stands there.
+        WriteError: the system refused.
+    """
+    target = Path(path)
+    check_replaceable(target, is_parallel_plan, reason="it is not a plan file for ranks")
+    write_whole(target, parallel_plan_to_json(plan))
+
+
+def is_parallel_plan(path: str | Path) -> bool:
+    """Return whether `path` is a file that says it is a parallel plan, of whatever version."""
+    try:
+        document = parse_json(read_file(Path(path), max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS))
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and str(document.get("schema")).startswith(SCHEMA.partition("/")[0])
+
+
+def read_parallel_plan(path: str | Path) -> ParallelPlan:
+    """Read the parallel plan in the file at `path`.
+
+    Raises:
+        PlanNotFoundError: there is no such file, or it cannot be read.
+        InvalidPlanError: no parallel plan, another major version, or figures that contradict each other.
+    """
+    return parallel_plan_from_json(plan_text(path), source=str(path))
+
+
+def parallel_plan_from_json(text: str, *, source: str = "the plan") -> ParallelPlan:
+    """Return the plan that `text` describes; `source` names it in errors.
+
+    Raises:
+        InvalidPlanError: see `read_parallel_plan`.
+    """
+    try:
+        document = check_schema(parse_json(text), SCHEMA)
+    except ValueError as error:
+        refuse_plan(source, str(error))
+    try:
+        return _plan(document)
+    except OptionError as error:
+        refuse_plan(source, error.message)
+    except (KeyError, TypeError, ValueError) as error:
+        refuse_plan(source, f"no {error}" if isinstance(error, KeyError) else str(error))
+
+
+def open_parallel_planned(
+    plan: ParallelPlan, path: str | Path | Checkpoint | None = None, *, source: str = "the plan"
+) -> Checkpoint:
+    """Open the checkpoint that `plan` was made for, by default where it says, and check the plan against it.
+
+    Raises:
+        StalePlanError: files were changed, removed or added since.
+        InvalidPlanError: see `check_parallel_plan`.
+        CheckpointError: there is no such folder, or the system refused to read it.
+    """
+    opened = open_unchanged(plan.shards, plan.checkpoint_path if path is None else path, source=source)
+    check_parallel_plan(plan, opened, source=source)
+    return opened
+
+
+def check_parallel_plan(plan: ParallelPlan, checkpoint: Checkpoint, *, source: str = "the plan") -> None:
+    """Raise unless `plan` was made for `checkpoint` as it is now, and its rows hold what its stages do.
+
+    Raises:
+        StalePlanError: shards changed, vanished or came.
+        InvalidPlanError: a tensor is on no rank, or ranks hold other bytes than the plan claims.
+        PartitionError: the rules of the plan do not divide the checkpoint.
+    """
+    check_unchanged(plan.shards, checkpoint, source=source)
+    if plan.total_bytes != checkpoint.total_bytes:
+        refuse_plan(source, f"it claims {plan.total_bytes} bytes, the checkpoint has {checkpoint.total_bytes}")
+    extra = extra_layers(build_tree(checkpoint.tensors), ModelConfig(checkpoint.config)) if plan.left_out else ()
+    if wrong := [name for name in plan.left_out if name not in extra]:
+        refuse_plan(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")
+    model = DividedModel.of(checkpoint, plan.grid.tp, plan.options, plan.tp_rules)
+    missing = model.not_below({name for modules in (*plan.stages, plan.left_out) for name in modules})
+    if missing is not None:
+        refuse_plan(source, f"no stage has tensor {missing!r}")
+    for stage, modules in enumerate(plan.stages):
+        counted = model.weights_bytes(modules)
+        for use, num_bytes in zip(plan.ranks_of(stage), counted, strict=True):
+            if use.weights_bytes != num_bytes:
+                refuse_plan(source, f"it gives rank {use.rank} {use.weights_bytes} bytes, its stage {num_bytes}")
+
+
+def _plan(document: Mapping[str, object]) -> ParallelPlan:
+    checkpoint = typed(document, "checkpoint", dict)
+    grid = RankGrid(tp=typed(document, "tp", int), pp=typed(document, "pp", int), hosts=typed(document, "hosts", int))
+    stages = tuple(names_in(stage, "modules") for stage in typed(document, "stages", list))
+    rows = typed(document, "ranks", list)
+    if len(stages) != grid.pp or len(rows) != grid.num_ranks:
+        raise ValueError(f"it has {len(stages)} stages and {len(rows)} ranks, expected {grid.pp} and {grid.num_ranks}")
+    uses = tuple(_rank_use(entry, rank, grid) for rank, entry in enumerate(rows))
+    if len({use.budget_bytes for use in uses}) > 1:
+        raise ValueError("its GPUs have several limits")
+    rules = typed(document, "tp_rules", dict)
+    if not all(isinstance(style, str) for style in rules.values()):
+        raise TypeError('"tp_rules" has a style that is no text')
+    links, sent = typed(document, "links", dict), typed(document, "communication", dict)
+    return ParallelPlan(
+        checkpoint_path=typed(checkpoint, "path", str),
+        total_bytes=count_of(checkpoint["total_bytes"], "total_bytes"),
+        shards=shards_in(checkpoint),
+        options=_options(typed(document, "options", dict)),
+        grid=grid,
+        links=Links(gpu=typed(links, "gpu_bandwidth", int), host=typed(links, "host_bandwidth", int)),
+        tp_rules=rules,
+        stages=stages,
+        ranks=uses,
+        communication=Communication(
+            tp=grid.tp,
+            logits_cross_hosts=bool(sent["logits_cross_hosts"]),
+            **{name: count_of(sent[name], name) for name in _COUNTS},
+        ),
+        left_out=names_in(document, "left_out"),
+        notes=notes_in(document),
+    )
+
+
+def _options(entry: Mapping[str, object]) -> PlanOptions:
+    if entry["overhead"] is not None:
+        typed(entry, "overhead", int)
+    return options_of(**{key: entry[key] for key in _WORKLOAD})  # type: ignore[arg-type]
+
+
+def _rank_use(entry: Mapping[str, object], rank: int, grid: RankGrid) -> RankUse:
+    if (typed(entry, "rank", int), typed(entry, "stage", int)) != (rank, grid.stage_of(rank)):
+        raise ValueError(f"row {rank} is not that of rank {rank} in stage {grid.stage_of(rank)}")
+    use = RankUse(
+        rank=rank,
+        budget_bytes=typed(entry, "budget_bytes", int),
+        **{f"{term}_bytes": count_of(entry[f"{term}_bytes"], term) for term in TERMS},
+    )
+    if use.free_bytes != entry["free_bytes"] or use.free_bytes < 0:
+        raise ValueError(f"rank {rank}: budget, {', '.join(TERMS)} and free do not add up")
+    return use

@@ -1,0 +1,185 @@
+"""`bigload plan --tp --pp --hosts`: plans for ranks, and questions about them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bigload.errors import OptionError
+from bigload_cli.options import ColorMode, size_option
+
+if TYPE_CHECKING:
+    from bigload.checkpoint.model import Checkpoint
+    from bigload.planning.model_parallel.parallel_plan import ParallelPlan
+    from bigload.planning.model_parallel.parallel_planner import ParallelRequest
+    from bigload.planning.options import PlanOptions
+    from bigload_cli.commands.questions import Answer, Question
+
+PpOption = Annotated[int | None, typer.Option("--pp", metavar="N", min=1, help="Number of pipeline stages.")]
+HostsOption = Annotated[
+    int | None, typer.Option("--hosts", metavar="N", min=1, help="Hosts that the ranks of --tp and --pp are on.")
+]
+GpuBandwidthOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-bandwidth", metavar="SIZE", help="Bytes per second between the GPUs of a host. Default: 450GB."
+    ),
+]
+HostBandwidthOption = Annotated[
+    str | None,
+    typer.Option("--host-bandwidth", metavar="SIZE", help="Bytes per second from a GPU to other hosts. Default: 50GB."),
+]
+
+_ASKS = frozenset(("tp", "tp_rules", "pp", "hosts", "gpu_bandwidth", "host_bandwidth"))
+_TAKEN = _ASKS | {
+    *("path", "max_memory", "out", "context", "batch", "kv_dtype", "attention", "dtype", "overhead", "mtp"),
+    *("explain", "fits", "max_context", "as_json", "quiet", "color"),
+}
+
+
+def asked(ctx: typer.Context) -> bool:
+    """Return whether the options given ask for a plan for ranks.
+
+    Raises:
+        OptionError: others are given that are about one machine.
+    """
+    given = [name for name in ctx.params if _is_given(ctx, name)]
+    if not _ASKS.intersection(given):
+        return False
+    options = {param.name: param.opts[0] for param in ctx.command.params}
+    if others := [str(options[name]) for name in given if name not in _TAKEN]:
+        asks = [str(options[name]) for name in given if name in _ASKS]
+        verb = "is" if len(others) == 1 else "are"
+        raise OptionError(
+            f"{', '.join(others)} {verb} for plans of one machine; {asks[0]} asks for ranks",
+            hint="leave out one or the other",
+        )
+    return True
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def run(
+    path: str,
+    max_memory: list[str] | None,
+    options: PlanOptions,
+    question: Question,
+    *,
+    tp: int | None,
+    pp: int | None,
+    hosts: int | None,
+    tp_rules: Path | None,
+    gpu_bandwidth: str | None,
+    host_bandwidth: str | None,
+    out: Path | None,
+    as_json: bool,
+    quiet: bool,
+    color: ColorMode,
+) -> None:
+    """Plan for ranks and show the plan, or answer `question`."""
+    from bigload.planning.model_parallel.parallel_planner import ParallelRequest, plan_parallel
+    from bigload.planning.model_parallel.rank_grid import GPU_BANDWIDTH, HOST_BANDWIDTH, Links, RankGrid
+    from bigload.planning.tensor_parallel.rules import read_tp_rules
+    from bigload_cli.output import open_shown, say_warnings
+
+    request = ParallelRequest(
+        grid=RankGrid(tp=tp or 1, pp=pp or 1, hosts=hosts or 1),
+        options=options,
+        tp_rules={} if tp_rules is None else read_tp_rules(tp_rules),
+        links=Links(
+            gpu=GPU_BANDWIDTH if gpu_bandwidth is None else size_option("--gpu-bandwidth", gpu_bandwidth),
+            host=HOST_BANDWIDTH if host_bandwidth is None else size_option("--host-bandwidth", host_bandwidth),
+        ),
+    )
+    gpu_bytes = 0 if question.needs_no_budget else _gpu_bytes(max_memory)
+    checkpoint = open_shown(path, quiet=quiet or as_json)
+    say_warnings(checkpoint)
+    if question.asked:
+        from bigload_cli.commands.questions import print_answer
+
+        print_answer(_answer(question, checkpoint, gpu_bytes, request), as_json=as_json, quiet=quiet, color=color)
+        return
+    _deliver(plan_parallel(checkpoint, gpu_bytes, request), out, as_json=as_json, quiet=quiet, color=color)
+
+
+def _gpu_bytes(max_memory: list[str] | None) -> int:
+    """Return the limit of each GPU, which are alike."""
+    hint = "one size for every GPU, for example: -m 80GiB"
+    if not max_memory:
+        raise OptionError("no memory limit", hint=hint)
+    if len(max_memory) > 1 or "=" in max_memory[0] or "," in max_memory[0]:
+        raise OptionError.of("--max-memory", ",".join(max_memory), "one size, as GPUs of ranks are alike", hint=hint)
+    return size_option("--max-memory", max_memory[0])
+
+
+def _answer(question: Question, checkpoint: Checkpoint, gpu_bytes: int, request: ParallelRequest) -> Answer:
+    from bigload.planning.model_parallel import parallel_questions
+    from bigload_cli.commands.questions import Answer
+    from bigload_cli.views import parallel_plans as view
+    from bigload_cli.views.questions import longest_context, of_longest_context
+
+    if question.fits:
+        least = parallel_questions.least_memory(checkpoint, request)
+        return Answer(
+            shown=view.least_memory(least),
+            value=str(least.asked.gpu_bytes),
+            document=view.of_least_memory(least, checkpoint.path, request.options.workload),
+        )
+    if question.explain is not None:
+        why = parallel_questions.explain_rank(checkpoint, gpu_bytes, request, question.explain)
+        return Answer(
+            shown=view.explanation(why),
+            value=" ".join(map(str, why.ranks)) or "none",
+            document=view.of_explanation(why, checkpoint.path),
+        )
+    longest = parallel_questions.largest_context(checkpoint, gpu_bytes, request)
+    return Answer(
+        shown=longest_context(longest),
+        value="unlimited" if longest.most_tokens is None else str(longest.most_tokens),
+        document=of_longest_context(longest, checkpoint.path),
+    )
+
+
+def _deliver(plan: ParallelPlan, out: Path | None, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
+    from bigload.documents import is_stream
+    from bigload.planning.model_parallel.parallel_plan_file import parallel_plan_to_json, write_parallel_plan
+    from bigload_cli.output import print_text, say
+    from bigload_cli.result_files import answers_on_stdout, is_stdout, say_written, write_result
+    from bigload_cli.views.text import next_command
+
+    on_stdout = answers_on_stdout((out,), as_json=as_json and not is_stdout(out))
+    if out is not None and is_stdout(out):
+        write_result(out, parallel_plan_to_json(plan))
+    elif out is not None:
+        write_parallel_plan(plan, out)
+    if quiet and not as_json and not on_stdout:
+        print_text(str(out or max(use.used_bytes for use in plan.ranks)))
+    elif not on_stdout:
+        show(plan, as_json=as_json, quiet=False, color=color)
+    if not quiet and out is not None and not on_stdout:
+        say_written([out])
+        if not is_stream(out):
+            say(next_command(plan, out))
+
+
+def show(plan: ParallelPlan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
+    """Print a plan for ranks in the form that was asked for."""
+    from bigload_cli import output
+
+    if as_json:
+        from bigload.planning.model_parallel.parallel_plan_file import parallel_plan_document
+
+        output.print_json(parallel_plan_document(plan))
+    elif quiet:
+        output.print_text(str(plan.total_bytes))
+    else:
+        from bigload.planning.model_parallel.parallel_plan import closing_lines, headline, stage_table
+
+        output.print_text(headline(plan) + "\n")
+        output.print_table(stage_table(plan, blocks=output.can_draw_on_stdout()), color=color)
+        output.print_text("\n".join(["", *closing_lines(plan)]))
