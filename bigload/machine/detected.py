@@ -12,7 +12,8 @@ from bigload.units import format_size
 class DetectedMemory:
     """Memory of one device, and how much of it was free when it was queried.
 
-    `source` is `nvidia-smi`, `MemAvailable` (the kernel) or `cgroup` (the limit of a control group).
+    `source` is the tool of the maker (`nvidia-smi`), `MemAvailable` (the kernel) or `cgroup` (the limit of a control
+    group).
 
     >>> print(DetectedMemory(device=Device("cpu"), total_bytes=32 * 2**30, free_bytes=20 * 2**30, source="cgroup"))
     cpu 20.00 GiB free of 32.00 GiB (cgroup)
@@ -37,7 +38,7 @@ class UnknownMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectedGpus:
-    """The GPUs that a CUDA program started now would see, in its numbering.
+    """The GPUs that a program started now would see, in torch's numbering.
 
     `missing` is the reason why there are no others. `notes` are sentences about doubts in the numbering.
     """

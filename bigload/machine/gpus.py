@@ -1,4 +1,6 @@
-"""NVIDIA GPUs of this machine and their memory, from `nvidia-smi` and the environment; no torch, no driver calls.
+"""GPUs of this machine and their memory, from the tools of their makers and the environment; no torch, no driver calls.
+
+NVIDIA's are read here, AMD's and Intel's in modules of their own.
 
 CUDA decides which GPU a process sees under which number, by three variables and one mode:
 
@@ -7,43 +9,32 @@ CUDA decides which GPU a process sees under which number, by three variables and
   item begins with, as strtoul(3) reads, and a GPU listed twice hides all: so the driver does (pytorch/pytorch#92315).
 - Without `CUDA_DEVICE_ORDER=PCI_BUS_ID` CUDA puts the fastest GPU first, by a rule that it keeps to itself, while
   `nvidia-smi` counts along the bus. Between GPUs of one kind that makes no difference; between others it is said.
-- With MIG a program sees one slice and no other GPU (MIG user guide, "CUDA device enumeration"). What a slice has, the
-  query does not tell.
-
-GPUs of other makers are not looked for: their tools say nothing of the numbers that torch gives their devices.
+- With MIG a program sees one slice and no other GPU (MIG user guide, "CUDA device enumeration"; `mig_slices.py`).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bigload.devices import Device
+from bigload.machine.amd_gpus import detect_amd_gpus
 from bigload.machine.detected import DetectedGpus, DetectedMemory, UnknownMemory
+from bigload.machine.intel_gpus import detect_intel_gpus
+from bigload.machine.mig_slices import MigSlice, read_slices, visible_slice
+from bigload.machine.vendor_tool import PATIENCE_SECONDS, NoAnswerError, ask, failed, installed
 from bigload.units import MIB
-
-if TYPE_CHECKING:
-    import subprocess
 
 _QUERY = ("--query-gpu=index,uuid,memory.total,memory.free,mig.mode.current,name", "--format=csv,noheader,nounits")
 _NUM_FIELDS = 6
-
-_PATIENCE_SECONDS = 10
-"""Without its persistence daemon the driver first wakes every GPU, which takes seconds; broken, it never answers."""
 
 _NO_DEVICES = "No devices were found"
 """What it says, with an exit code or without, when the driver is fine and there is no GPU, or none for a container."""
 
 _FIGURE = re.compile(r"[0-9]{1,9}")
 _LEADING_NUMBER = re.compile(r"\s*\+?([0-9]{1,9})")
-
-
-class _NoAnswerError(Exception):
-    """`nvidia-smi` is there and lists no GPUs; the text says what happened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,26 +53,58 @@ class _Gpu:
         return f"GPU {self.index} ({self.name})"
 
 
-def detect_gpus(
-    *, environ: Mapping[str, str] = os.environ, patience_seconds: float = _PATIENCE_SECONDS
-) -> DetectedGpus:
-    """Return the GPUs that a CUDA program with these variables would see, and what is free on each.
+def detect_gpus(*, environ: Mapping[str, str] = os.environ, patience_seconds: float = PATIENCE_SECONDS) -> DetectedGpus:
+    """Return the GPUs that a program with these variables would see, and what is free on each.
 
-    Never raises: a tool that is missing, fails or does not answer in time is a reason why there are none.
+    `cuda:N` are NVIDIA's, or AMD's where no tool of NVIDIA finds one; `xpu:N` are Intel's. Never raises: a tool that is
+    missing, fails or does not answer in time is a reason why there are none.
     """
-    import shutil  # here, because a start that asks for no GPU should not pay for it
+    asked = [
+        _detect_nvidia_gpus(environ, patience_seconds=patience_seconds),
+        detect_amd_gpus(environ, patience_seconds=patience_seconds),
+        detect_intel_gpus(environ, patience_seconds=patience_seconds),
+    ]
+    found = [gpus for gpus in asked if gpus is not None]
+    if not found:
+        return DetectedGpus(missing="nvidia-smi, amd-smi, rocm-smi and xpu-smi are not installed")
+    shown = list[DetectedGpus]()
+    kinds = set[str]()
+    for gpus in found:
+        own = {memory.device.kind for memory in gpus.memory} | {unknown.device.kind for unknown in gpus.unknown}
+        if not own & kinds:  # torch is built for one maker of `cuda:N`
+            shown.append(gpus)
+            kinds |= own
+    return DetectedGpus(
+        memory=tuple(memory for gpus in shown for memory in gpus.memory),
+        unknown=tuple(unknown for gpus in shown for unknown in gpus.unknown),
+        missing="; ".join(gpus.missing for gpus in found if gpus.missing),
+        notes=tuple(note for gpus in found for note in gpus.notes),
+    )
 
-    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    if program is None:
-        return DetectedGpus(missing="nvidia-smi is not installed, and GPUs of other makers are not looked for")
+
+def _detect_nvidia_gpus(environ: Mapping[str, str], *, patience_seconds: float) -> DetectedGpus | None:
+    if installed("nvidia-smi", environ) is None:
+        return None
+
+    def slices() -> list[MigSlice]:
+        texts = [ask("nvidia-smi", words, environ, patience_seconds=patience_seconds)[0] for words in (("-L",), ())]
+        return read_slices(*texts)
+
     try:
-        return read_gpus(_ask(program, environ, patience_seconds), environ)
-    except _NoAnswerError as error:
+        output, complaint, code = ask("nvidia-smi", _QUERY, environ, patience_seconds=patience_seconds)
+        is_empty = not any(map(_gpu, output.splitlines()))
+        if code and is_empty and _NO_DEVICES not in output + complaint:
+            raise failed("nvidia-smi", output, complaint, code)
+        return read_gpus(output, environ, slices)
+    except NoAnswerError as error:
         return DetectedGpus(missing=str(error), notes=(f"GPUs could not be looked for: {error}",))
 
 
-def read_gpus(text: str, environ: Mapping[str, str]) -> DetectedGpus:
-    """Return what `text`, the answer of `nvidia-smi` to the query of this module, means under these variables."""
+def read_gpus(text: str, environ: Mapping[str, str], slices: Callable[[], list[MigSlice]] = lambda: []) -> DetectedGpus:
+    """Return what `text`, the answer of `nvidia-smi` to the query of this module, means under these variables.
+
+    `slices` is called where GPUs are split, and returns their slices.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip() and _NO_DEVICES not in line]
     gpus = [gpu for line in lines if (gpu := _gpu(line)) is not None]
     # It may warn among its lines, of a corrupted infoROM or of a GPU that was lost; the others are still there.
@@ -92,8 +115,8 @@ def read_gpus(text: str, environ: Mapping[str, str]) -> DetectedGpus:
     visible = list(gpus) if listed is None else _visible(gpus, listed)
     sliced = _slice(visible, listed)
     if sliced is not None:
-        part = UnknownMemory(device=Device("cuda", 0), reason=sliced)
-        return DetectedGpus(unknown=(part,), missing=sliced, notes=said)
+        first = next((gpu.index for gpu in visible if gpu.has_mig), None)
+        return _sliced(visible_slice(slices(), environ, gpu=first), sliced, said)
     numbered = [(Device("cuda", number), gpu) for number, gpu in enumerate(visible)]
     return DetectedGpus(
         memory=tuple(_memory(numbered)),
@@ -147,11 +170,21 @@ def _by_index(gpus: Sequence[_Gpu], item: str) -> _Gpu | None:
 def _slice(visible: Sequence[_Gpu], listed: str | None) -> str | None:
     """Return why `cuda:0` is a part of a GPU of unknown size, or `None` when GPUs are whole."""
     if listed is not None and listed.strip().startswith("MIG-"):
-        return "CUDA_VISIBLE_DEVICES names a MIG slice, and nvidia-smi does not list what a slice has"
+        return "CUDA_VISIBLE_DEVICES names a MIG slice that nvidia-smi does not list"
     split = next((gpu for gpu in visible if gpu.has_mig), None)
     if split is None:
         return None
-    return f"{split} is split by MIG: a program sees one slice, and nvidia-smi does not list what a slice has"
+    return f"{split} is split by MIG: a program sees one slice, and nvidia-smi does not list it"
+
+
+def _sliced(part: MigSlice | None, reason: str, said: tuple[str, ...]) -> DetectedGpus:
+    """Return the one slice that is seen, or that there is one of unknown size."""
+    device = Device("cuda", 0)
+    if part is None:
+        return DetectedGpus(unknown=(UnknownMemory(device=device, reason=reason),), missing=reason, notes=said)
+    source = f"nvidia-smi, {part}"
+    memory = DetectedMemory(device=device, total_bytes=part.total_bytes, free_bytes=part.free_bytes, source=source)
+    return DetectedGpus(memory=(memory,), missing=f"{part} is all that a program sees", notes=said)
 
 
 def _memory(numbered: Sequence[tuple[Device, _Gpu]]) -> Iterator[DetectedMemory]:
@@ -183,47 +216,3 @@ def _doubts(gpus: Sequence[_Gpu], numbered: Sequence[tuple[Device, _Gpu]], envir
             "the GPUs are unlike, and CUDA numbers the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID is set; "
             f"this goes by nvidia-smi, where {taken}"
         )
-
-
-def _ask(program: str, environ: Mapping[str, str], patience_seconds: float) -> str:
-    """Return what `nvidia-smi` prints.
-
-    Raises:
-        _NoAnswerError: it cannot be started, fails without listing a GPU, or takes too long.
-    """
-    import subprocess  # here, because it takes longer to import than all of this package's planning
-
-    command = [program, *_QUERY]
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    try:
-        process = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=pipe, env={**environ, "LC_ALL": "C"})
-    except OSError as error:
-        raise _NoAnswerError(f"nvidia-smi cannot be started: {error.strerror}") from None
-    try:
-        output, complaint = (
-            stream.decode("utf-8", "replace") for stream in process.communicate(timeout=patience_seconds)
-        )
-    except subprocess.TimeoutExpired:
-        raise _NoAnswerError(f"nvidia-smi did not answer within {patience_seconds:g} seconds") from None
-    finally:
-        _let_go(process)
-    is_empty = not any(map(_gpu, output.splitlines()))
-    if process.returncode != 0 and is_empty and _NO_DEVICES not in output + complaint:
-        words = (complaint + output).split("\n")[0].strip()
-        raise _NoAnswerError(f"nvidia-smi ended with {process.returncode}: {words or 'it does not say why':.200}")
-    return output
-
-
-def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """End the process if it still runs, and do not wait for one that a broken driver holds: nothing can kill that."""
-    from subprocess import TimeoutExpired
-
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
-    for end in (process.terminate, process.kill):
-        if process.poll() is not None:
-            return
-        end()
-        with suppress(TimeoutExpired):
-            process.wait(timeout=1)

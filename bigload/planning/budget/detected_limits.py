@@ -66,7 +66,7 @@ def _look(specs: Sequence[LimitSpec], machine: Machine) -> _View:
     is_whole = any(spec.device is None for spec in specs)
     kinds = {spec.device.kind for spec in specs if spec.device is not None and spec.percent is not None}
     ram = machine.ram() if is_whole or "cpu" in kinds else None
-    gpus = machine.gpus() if is_whole or "cuda" in kinds else DetectedGpus()
+    gpus = machine.gpus() if is_whole or kinds & {"cuda", "xpu"} else DetectedGpus()
     seen = (*gpus.memory, ram) if ram is not None else gpus.memory
     return _View(memory={memory.device: memory for memory in seen}, gpus=gpus, is_whole=is_whole)
 
@@ -106,7 +106,7 @@ def _why_unknown(device: Device, view: _View) -> str:
         return "this system does not say how much RAM is free"
     if device == DISK:
         return "a share of the disk is not a limit; without one, the disk takes what is left"
-    if device.kind != "cuda":
+    if device.kind not in ("cuda", "xpu"):
         return f"how much memory {device} has cannot be looked up"
     unknown = next((unknown.reason for unknown in view.gpus.unknown if unknown.device == device), None)
     if unknown is not None:

@@ -238,7 +238,7 @@ def test_a_gpu_whose_memory_is_not_known_can_be_given_a_limit_beside_auto():
         ("cuda:2=90%", "there is no cuda:2 here: found cuda:1, cuda:0"),
         ("cpu=auto", "how much RAM is free"),
         ("mps=50%", "how much memory mps has cannot be looked up"),
-        ("xpu:0=auto", "how much memory xpu:0 has cannot be looked up"),
+        ("npu:0=auto", "how much memory npu:0 has cannot be looked up"),
         ("disk=50%", "takes what is left"),
         ("disk=auto", "takes what is left"),
         ("cuda:1=100.1%", "more than all of what is free on cuda:1"),
