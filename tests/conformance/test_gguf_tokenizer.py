@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bigload
+from gguf_files import write_gguf
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -138,6 +139,26 @@ def test_the_package_reads_the_keys_that_it_would_write(case):
         assert fields[f"tokenizer.ggml.add_{key}_token"].contents() == is_added
     if name != "default":
         assert fields["tokenizer.ggml.merges"].contents() == special.merges
+
+
+def test_a_reshard_of_the_file_alone_writes_the_tokenizer(case, tmp_path):
+    name, folder, alone = case
+    report = bigload.reshard(alone / "model.gguf", tmp_path / "back", dtype="bf16")
+    assert report.output.notes[-1] == "the tokenizer is that of the GGUF file, as transformers reads it"
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= report.output.documents.keys()
+    expected = transformers.AutoTokenizer.from_pretrained(folder)
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    for text in texts_for(name):
+        assert found(text).input_ids == expected(text).input_ids
+    assert found.chat_template == expected.chat_template
+
+
+def test_what_transformers_does_not_read_stays_in_the_file_with_the_reason(tmp_path):
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.model": "words"}
+    write_gguf(tmp_path / "m.gguf", {"token_embd.weight": (0, (1, 4))}, metadata)
+    (note,) = bigload.reshard(tmp_path / "m.gguf", tmp_path / "out").output.notes
+    assert note.startswith("the tokenizer stays in the GGUF file")
+    assert "transformers does not read it" in note
 
 
 _LLAMA_CPP = """

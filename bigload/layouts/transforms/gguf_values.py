@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.formats.gguf_model import family_of
-from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.conversion.arithmetic.ggml_blocks import DECODERS, GgmlValues
 from bigload.conversion.computed_tensor import ComputedTensor, Operand
+from bigload.conversion.transformers_tokenizer import TokenizerUnreadError, tokenizer_files
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import OptionError, UnsupportedFormatError
 from bigload.layouts.tensors_to_write import TensorsToWrite
@@ -67,10 +69,26 @@ class DecodeGguf:
             notes.append(f"left out, because transformers computes it: {', '.join(left)}")
         if family is None:
             notes.append("the names are those of the file: the architecture is not known")
-        notes.append(
-            "the tokenizer stays in the GGUF file: AutoTokenizer.from_pretrained(FOLDER, gguf_file=NAME) reads it"
-        )
-        return found.with_tensors(kept, notes=notes if packed else notes[1:])
+        documents, note = _tokenizer(checkpoint)
+        decoded = found.with_tensors(kept, notes=[*(notes if packed else notes[1:]), note])
+        return replace(decoded, documents={**found.documents, **documents})
+
+
+def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
+    """Return the files of the tokenizer, and a sentence about them; those beside the GGUF file are copied."""
+    shard, root = checkpoint.shards[0], checkpoint.root
+    is_local = scheme_of(root).is_local
+    if is_local and any((root / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return {}, "the tokenizer is that beside the GGUF file"
+    if "tokenizer.ggml.tokens" not in shard.metadata:
+        return {}, "no tokenizer: the GGUF file has none"
+    try:
+        if not is_local:
+            raise TokenizerUnreadError("the file is remote")
+        return tokenizer_files(root / shard.file), "the tokenizer is that of the GGUF file, as transformers reads it"
+    except TokenizerUnreadError as error:
+        how = "AutoTokenizer.from_pretrained(FOLDER, gguf_file=NAME) reads it"
+        return {}, f"the tokenizer stays in the GGUF file, where {how}: {error}"
 
 
 def _decoded(tensor: TensorInfo, num_heads: int, added: float) -> Operand:

@@ -148,7 +148,7 @@ def mutated(source):
     """Return a file with some bytes, counts or lengths changed, removed, repeated or cut off."""
     content = bytearray(source.choice(bases()))
     for _ in range(source.randint(1, 4)):
-        kind, at = source.randrange(6), source.randrange(len(content))
+        kind, at = source.randrange(6), source.randrange(len(content) or 1)
         if kind == 0:
             content[at : at + 1] = bytes([source.choice((0, 1, 8, 9, 127, 128, 255, source.randrange(256)))])
         elif kind == 1:
@@ -158,7 +158,7 @@ def mutated(source):
         elif kind == 3:
             del content[at : at + source.randrange(1, 9)]
         elif kind == 4:
-            content[at:at] = content[source.randrange(len(content)) :][: source.randrange(1, 60)]
+            content[at:at] = content[source.randrange(len(content) or 1) :][: source.randrange(1, 60)]
         elif source.randrange(8) == 0:
             del content[at:]
     return bytes(content)

@@ -1,0 +1,38 @@
+"""Tokenizer of a GGUF file as the files that transformers keeps beside a model, made by transformers' own reader."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+
+class TokenizerUnreadError(Exception):
+    """There are no files for the tokenizer; the text says why."""
+
+
+def tokenizer_files(gguf: Path) -> dict[str, bytes]:
+    """Return tokenizer.json and what belongs to it, by name, for the tokenizer in the local file `gguf`.
+
+    Raises:
+        TokenizerUnreadError: transformers is not installed, or does not read it.
+    """
+    missing = next((package for package in ("transformers", "gguf") if find_spec(package) is None), None)
+    if missing is not None:
+        raise TokenizerUnreadError(f"{missing} is not installed (pip install transformers gguf)")
+    with TemporaryDirectory() as folder:
+        link, out = Path(folder, "model.gguf"), Path(folder, "out")
+        link.symlink_to(gguf.absolute())  # alone: transformers would prefer what lies beside it, code included
+        try:
+            from transformers import AutoTokenizer
+
+            found = AutoTokenizer.from_pretrained(
+                folder, gguf_file=link.name, local_files_only=True, trust_remote_code=False
+            )
+            found.save_pretrained(out)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise TokenizerUnreadError(
+                f"transformers does not read it: {type(error).__name__}: {reason:.300}"
+            ) from error
+        return {path.name: path.read_bytes() for path in sorted(out.iterdir()) if path.is_file()}
