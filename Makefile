@@ -18,7 +18,7 @@ BENCH_OPTIONS := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
 $(eval $(BENCH_OPTIONS):;@:)
 endif
 
-.PHONY: help demo test nightly vllm hosts crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs site clean pictures
+.PHONY: help demo test nightly vllm gpu matrix hosts crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs site clean pictures
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,12 @@ vllm: $(VLLM_STAMP)  ## Run the tests of what bigload does for vLLM with the rea
 hosts: $(STAMP)  ## Run the tests on several hosts: network namespaces of this machine; takes root, ip and tc.
 	$(BIN)/pytest -q -m "slow or not slow" tests/hosts
 
+gpu: $(NIGHTLY_STAMP)  ## Check and measure what needs CUDA devices, into benchmarks/gpu.md; GPU=sim: dry run.
+	$(NIGHTLY)/bin/python benchmarks/bench_gpu.py --device $(or $(GPU),cuda)
+
+matrix:  ## Run the essential tests under every Python and torch at hand (PYTHONS=..., TORCHES=...).
+	PYTHONS="$(PYTHONS)" TORCHES="$(TORCHES)" .ci/matrix
+
 crash: $(STAMP)  ## Kill reshards, or refuse them the disk, at some hundreds of moments, and go on with them.
 	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
 
@@ -109,4 +115,4 @@ pictures: $(NIGHTLY_STAMP)  ## Make the pictures of README and docs anew, by run
 	$(NIGHTLY)/bin/python docs/pictures.py
 
 clean:  ## Remove the environment and everything generated.
-	rm -rf .venv .venv-docs site demo dist .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .matrix .venv-docs site demo dist .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -333,6 +333,14 @@ class DeviceModule:
         total = 1 << 40 if limit is None else limit
         return total - simulation.used[_index(device)], total
 
+    @staticmethod
+    def max_memory_allocated(device=None):
+        return simulation.peak[_index(device)]
+
+    @staticmethod
+    def reset_peak_memory_stats(device=None):
+        simulation.peak[_index(device)] = simulation.used[_index(device)]
+
 
 # Memory as tensors
 
