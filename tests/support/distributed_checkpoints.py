@@ -5,6 +5,7 @@ import warnings
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,6 +58,17 @@ def save(kind: str, folder: str) -> bool:
     optimizer.step()
     state = {"model": get_model_state_dict(made), "optim": get_optimizer_state_dict(made, optimizer), "step": 3}
     dcp.save(state, checkpoint_id=folder)
+    return True
+
+
+def save_consolidated(kind: str, folder: str) -> bool:
+    """Save the floating-point weights as torch's own safetensors: in parts below `sharded`, and put together."""
+    made = sharded(kind, torch.distributed.get_world_size())
+    state = {name: each for name, each in get_model_state_dict(made).items() if each.is_floating_point()}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(
+            state, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
+        )
     return True
 
 

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import bigload
+from bigload.errors import OptionError, UnsupportedFormatError
 from rank_processes import run_ranks
 
 KINDS = [("fsdp", 2), ("tp", 2), ("fsdp", 3), ("fsdp+tp", 4)]
@@ -67,3 +68,31 @@ def test_a_model_is_filled(folder):
 def test_experts_of_several_ranks_are_joined(tmp_path):
     run_ranks(2, saved.save_experts, str(tmp_path / "saved"))
     equal(dict(bigload.load(tmp_path / "saved")), saved.experts())
+
+
+@pytest.mark.parametrize(("kind", "size"), KINDS)
+def test_parts_in_safetensors_are_joined_as_torch_consolidates_them(tmp_path, kind, size):
+    """torch's consolidation refuses whole numbers and booleans, which the parts may have."""
+    assert run_ranks(size, saved.save_consolidated, kind, str(tmp_path / "torch")) == [True] * size
+    bigload.reshard(tmp_path / "torch" / "sharded", tmp_path / "out", max_shard_bytes=None)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    found = load_file(file)
+    expected = {}
+    for file in (tmp_path / "torch").glob("model-*.safetensors"):
+        expected |= load_file(file)
+    equal(found, expected)
+    equal(found, {name: each for name, each in saved.model().state_dict().items() if each.is_floating_point()})
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"layout": "vllm", "tp": 2}, {"layout": "gguf"}])
+def test_layouts_that_cut_tensors_say_to_consolidate_first(folder, tmp_path, options):
+    with pytest.raises(OptionError, match="those of the source lie in several parts") as refused:
+        bigload.reshard(folder, tmp_path / "out", **options)
+    assert f"bigload reshard {folder} CONSOLIDATED" in refused.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_fetch_says_to_reshard(folder, tmp_path):
+    with pytest.raises(UnsupportedFormatError, match="fetch copies no distributed checkpoints") as refused:
+        bigload.fetch(folder, tmp_path / "out")
+    assert "bigload reshard SOURCE OUT" in refused.value.hint
