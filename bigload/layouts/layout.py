@@ -18,6 +18,7 @@ from bigload.planning.plan import Plan
 
 TENSOR_ALIGNMENT = 64
 _NUMBER = re.compile(r"-\d+-of-\d+$")
+_RANK = re.compile(r"^shard-\d+-")  # of a file in which torch.distributed.checkpoint saved parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,7 @@ def base_name(checkpoint: Checkpoint) -> str:
     Safetensors keep the name that they have, `diffusion_pytorch_model` for one. Torch files become `model`, as
     transformers calls `pytorch_model.bin` in safetensors, unless diffusers or PEFT have their own name for them.
     """
-    stored = (checkpoint.index_file or checkpoint.shards[0].file).rpartition("/")[2]
+    stored = _RANK.sub("", (checkpoint.index_file or checkpoint.shards[0].file).rpartition("/")[2])
     for suffix in (SAFETENSORS.index_suffix, ".safetensors"):
         if stored.endswith(suffix) and (base := _NUMBER.sub("", stored.removesuffix(suffix))):
             return base
