@@ -19,7 +19,7 @@ def tokenizer_files(gguf: Path) -> dict[str, bytes]:
     """
     missing = next((package for package in ("transformers", "gguf") if find_spec(package) is None), None)
     if missing is not None:
-        raise TokenizerUnreadError(f"{missing} is not installed (pip install transformers gguf)")
+        raise TokenizerUnreadError(f"{missing} is not installed (pip install 'bigload[gguf]')")
     with TemporaryDirectory() as folder:
         link, out = Path(folder, "model.gguf"), Path(folder, "out")
         link.symlink_to(gguf.absolute())  # alone: transformers would prefer what lies beside it, code included

@@ -218,6 +218,27 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     return scale.unsqueeze(-1) * _looked_up(_nibbles(blocks[:, 8:].reshape(-1, 8, 16)), _IQ4_VALUES)
 
 
+def _by_package(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return gguf-py's own decoder: of types whose tables of values are long, and which few files have."""
+
+    def decode(blocks: torch.Tensor) -> torch.Tensor:
+        import gguf
+        import numpy
+        import torch
+
+        with numpy.errstate(all="ignore"):  # scales that are not finite give values that are not
+            values = gguf.quants.dequantize(blocks.contiguous().numpy(), gguf.GGMLQuantizationType[name])
+        return torch.from_numpy(values)
+
+    return decode
+
+
+DECODED_BY_PACKAGE = (
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+    *("TQ1_0", "TQ2_0", "NVFP4"),
+)
+"""Types whose decoding needs the package gguf."""
+
 DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -232,5 +253,6 @@ DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    **{name: _by_package(name) for name in DECODED_BY_PACKAGE},
 }
 """From the bytes of blocks, [blocks, bytes], to their values in float32, row by row."""

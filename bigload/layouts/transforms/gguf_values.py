@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.formats.gguf_model import family_of
 from bigload.checkpoint.model import Checkpoint, TensorInfo
-from bigload.conversion.arithmetic.ggml_blocks import DECODERS, GgmlValues
+from bigload.conversion.arithmetic.ggml_blocks import DECODED_BY_PACKAGE, DECODERS, GgmlValues
 from bigload.conversion.computed_tensor import ComputedTensor, Operand
 from bigload.conversion.transformers_tokenizer import TokenizerUnreadError, tokenizer_files
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import OptionError, UnsupportedFormatError
+from bigload.extras import require
 from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.units import counted
 
@@ -38,6 +39,7 @@ class DecodeGguf:
         Raises:
             OptionError: some are quantised, and no dtype is given.
             UnsupportedFormatError: some are of types that are not decoded.
+            MissingPackageError: some are of types that only the package gguf decodes, and it is not installed.
         """
         checkpoint = found.checkpoint
         packed = [tensor for tensor in checkpoint.tensors.values() if tensor.dtype.block_bytes]
@@ -48,6 +50,13 @@ class DecodeGguf:
                 f"{unknown[0].name} is {unknown[0].dtype}, which is not decoded ({counted(len(unknown), 'tensor')})",
                 hint=f"decoded are {', '.join(DECODERS)}; llama-quantize of llama.cpp makes F16 of others",
             )
+        scale = next((name for name in checkpoint.tensors if name.endswith(".scale")), None)
+        if scale is not None and packed:  # of NVFP4
+            text = f"its values are multiplied by {scale} and its like when a model runs, which is not done here"
+            raise UnsupportedFormatError(checkpoint.path, text, hint="reshard the weights that it was made of")
+        rare = next((tensor for tensor in packed if tensor.dtype.name in DECODED_BY_PACKAGE), None)
+        if rare is not None:
+            require("gguf", asked_by=f"decoding {rare.dtype}, which {rare.name} is stored in,", extra="gguf")
         if packed and self.dtype is None:
             hint = "add --dtype bf16; ggml's blocks cannot be written as safetensors"
             raise OptionError.of("dtype", None, "one to write quantised weights in", hint=hint)

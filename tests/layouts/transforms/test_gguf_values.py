@@ -6,8 +6,9 @@ import struct
 import pytest
 
 import bigload
+import gguf_files
 from bigload.checkpoint.formats.gguf_model import MAX_EXPERTS
-from bigload.errors import OptionError, UnsupportedFormatError
+from bigload.errors import MissingPackageError, OptionError, UnsupportedFormatError
 from gguf_files import gguf_bytes, write_gguf
 
 torch = pytest.importorskip("torch")
@@ -212,3 +213,20 @@ def test_two_tensors_of_one_name_keep_those_of_the_file(tmp_path):
     opened = bigload.open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, LLAMA))
     assert set(opened.tensors) == set(tensors)
     assert [warning.code for warning in opened.warnings] == ["gguf-names"]
+
+
+def test_types_that_need_the_package_name_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("bigload.extras.find_spec", lambda package: None)
+    monkeypatch.setitem(gguf_files.BLOCKS, 19, (256, 50))
+    path = gguf_files.write_gguf(tmp_path / "m.gguf", {"blk.0.w": (19, (2, 256))})
+    assert bigload.open_checkpoint(path).tensors["blk.0.w"].num_bytes == 100
+    with pytest.raises(MissingPackageError, match=r"decoding IQ1_S, which blk\.0\.w is stored in, needs gguf"):
+        bigload.reshard(path, tmp_path / "out", dtype="bf16")
+
+
+def test_blocks_with_a_scale_beside_them_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(gguf_files.BLOCKS, 40, (64, 36))
+    tensors = {"blk.0.attn_q.weight": (40, (2, 64)), "blk.0.attn_q.scale": (F32, (1,))}
+    path = write_gguf(tmp_path / "m.gguf", tensors)
+    with pytest.raises(UnsupportedFormatError, match=r"multiplied by blk\.0\.attn_q\.scale"):
+        bigload.reshard(path, tmp_path / "out", dtype="bf16")
