@@ -5,7 +5,8 @@ keeps sizes as `llama.block_count` where config.json has `num_hidden_layers`. Th
 `gguf-py/gguf/constants.py` and `tensor_mapping.py` (gguf 0.19) and the classes of transformers 5. An architecture
 without a table keeps its names, and has no config.
 
-Experts lie in one tensor; each is a byte range of it, and listed by itself here, as in files of transformers.
+Experts lie in one tensor; each is a byte range of it, and listed by itself here, as in files of transformers. Those of
+gpt-oss stay in one, as there; gate and up are joined where values are decoded (`layouts/transforms/gguf_values.py`).
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Family:
         keys: Keys of config.json by those of the metadata, without the architecture's name.
         turns_heads: Rows of queries and keys are stored in the order in which llama.cpp rotates them.
         adds_one: Norms are stored with 1 added.
+        fuses_experts: The class has gate and up of all experts in one tensor, [experts, inputs, outputs].
     """
 
     model_type: str
@@ -83,6 +85,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=lambda: _SIZES)
     turns_heads: bool = False
     adds_one: bool = False
+    fuses_experts: bool = False
 
 
 _LLAMA = Family(model_type="llama", architecture="LlamaForCausalLM", turns_heads=True)
@@ -137,6 +140,24 @@ FAMILIES: Mapping[str, Family] = {
             "ffn_down": "mlp.down_proj",
         },
     ),
+    "gpt-oss": Family(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        block={
+            **_ATTENTION,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        experts="mlp.experts",
+        keys={
+            **_SIZES,
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        fuses_experts=True,
+    ),
 }
 """By `general.architecture`; Mistral and Mixtral are written as `llama`, and told apart by name and experts."""
 
@@ -168,6 +189,16 @@ def config_of(shard: Shard, family: Family, tensors: Mapping[str, TensorInfo]) -
         found["num_key_value_heads"] = found["num_attention_heads"]
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         found[key] = _number(shard.metadata, f"tokenizer.ggml.{name}_token_id")
+    if family.fuses_experts and shard.metadata.get(f"{prefix}.rope.scaling.type") == "yarn":
+        length = _number(shard.metadata, f"{prefix}.rope.scaling.original_context_length")
+        found["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": _number(shard.metadata, f"{prefix}.rope.scaling.factor"),
+            "original_max_position_embeddings": length,
+            "beta_fast": 32.0,  # this and the next are llama.cpp's where a file has none
+            "beta_slow": 1.0,
+            "truncate": False,
+        }
     found["tie_word_embeddings"] = "lm_head.weight" not in tensors
     return found
 
@@ -193,6 +224,11 @@ def renamed(family: Family, tensors: Iterable[TensorInfo]) -> Iterator[TensorInf
             continue
         layer, module, leaf = found.groups()
         part = module.removeprefix("ffn_").removesuffix("_exps")
+        if family.fuses_experts and (module == "attn_sinks" or (module.endswith("_exps") and part in _EXPERTS)):
+            # neither is a module of its own, so the leaf is no part of the name
+            known = "self_attn.sinks" if module == "attn_sinks" else f"{family.experts}.{part}_proj"
+            yield replace(tensor, name=f"model.layers.{layer}.{known}" + ("_bias" if leaf == "bias" else ""))
+            continue
         is_stack = len(tensor.shape) == 3 and tensor.num_bytes and tensor.shape[0] <= MAX_EXPERTS
         if module == f"ffn_{part}_exps" and part in family.expert_parts and is_stack:
             for number in range(tensor.shape[0]):

@@ -66,6 +66,80 @@ class GgmlValues:
         return values.view(-1, half, 2, width).transpose(1, 2).reshape(stop - start, -1)
 
 
+@dataclass(frozen=True)
+class TransposedExperts:
+    """Experts [experts, inputs, outputs] of stored ones [experts, outputs, inputs], decoded.
+
+    The outputs of several tensors take turns, as those of gate and up in gpt-oss.
+    """
+
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def row_multiple(self) -> int:
+        """The elements of a block, which lie along the inputs."""
+        return self.tensors[0].dtype.block_elements
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The stored tensors."""
+        return self.tensors
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return all of the experts that the rows are of: a row lies across them."""
+        _, outputs, inputs = self.tensors[0].shape
+        return [
+            OperandRows(each, expert * outputs, (expert + 1) * outputs, is_recent=True)
+            for expert in range(start // inputs, -(-stop // inputs))
+            for each in self.tensors
+        ]
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return their values."""
+        import torch
+
+        inputs, count = self.tensors[0].shape[2], len(self.tensors)
+        base, parts = start // inputs * inputs, []
+        for number in range(0, len(operands), count):
+            first, last = max(start - base, 0), min(stop - base, inputs)
+            columns = [self._columns(each, first, last) for each in operands[number : number + count]]
+            parts.append(torch.stack(columns, dim=1).flatten(0, 1).t())
+            base += inputs
+        return torch.cat(parts)
+
+    def _columns(self, rows: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        dtype = self.tensors[0].dtype
+        decode = DECODERS.get(dtype.name)
+        if decode is None:
+            return rows[:, first:last]
+        blocks = rows.view(len(rows), -1, dtype.block_bytes)
+        part = blocks[:, first // dtype.block_elements : last // dtype.block_elements].flatten(1)
+        return _decoded(part, decode, dtype.block_bytes)
+
+
+@dataclass(frozen=True)
+class InterleavedRows:
+    """Rows in which the elements of those of several tensors take turns."""
+
+    tensors: tuple[TensorInfo, ...]
+    row_multiple: int = 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensors."""
+        return self.tensors
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return the same rows of each."""
+        return [OperandRows(each, start, stop) for each in self.tensors]
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+        """Return the rows."""
+        import torch
+
+        return torch.stack(list(operands), dim=-1).flatten(1)
+
+
 def _decoded(rows: torch.Tensor, decode: Callable[[torch.Tensor], torch.Tensor], block_bytes: int) -> torch.Tensor:
     blocks = rows.reshape(-1, block_bytes)
     return decode(blocks).reshape(rows.shape[0], -1)

@@ -103,12 +103,13 @@ def _refusal(expected: str, *, hint: str | None = None) -> OptionError:
 def _family(checkpoint: Checkpoint) -> tuple[str, Family]:
     config = checkpoint.config or {}
     found = config.get("model_type")
-    for architecture, family in FAMILIES.items():
+    written = {name: family for name, family in FAMILIES.items() if not family.fuses_experts}
+    for architecture, family in written.items():
         if family.model_type == found:
             if config.get("quantization_config") and checkpoint.format != "gguf":
                 raise _refusal("a model that is not quantised", hint="reshard the original weights")
             return ("llama" if family.turns_heads else architecture), family
-    known = ", ".join(family.model_type for family in FAMILIES.values())
+    known = ", ".join(family.model_type for family in written.values())
     raise _refusal(f"a model of one of the types {known}; this one is {found!r:.100}")
 
 

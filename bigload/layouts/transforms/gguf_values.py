@@ -7,8 +7,14 @@ from dataclasses import dataclass, replace
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.formats.gguf_model import family_of
 from bigload.checkpoint.model import Checkpoint, TensorInfo
-from bigload.conversion.arithmetic.ggml_blocks import DECODED_BY_PACKAGE, DECODERS, GgmlValues
-from bigload.conversion.computed_tensor import ComputedTensor, Operand
+from bigload.conversion.arithmetic.ggml_blocks import (
+    DECODED_BY_PACKAGE,
+    DECODERS,
+    GgmlValues,
+    InterleavedRows,
+    TransposedExperts,
+)
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, Operation
 from bigload.conversion.transformers_tokenizer import TokenizerUnreadError, tokenizer_files
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import OptionError, UnsupportedFormatError
@@ -64,7 +70,10 @@ class DecodeGguf:
         config = checkpoint.config or {}
         heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
         kept, left = list[Operand](), list[str]()
-        for name, tensor in checkpoint.tensors.items():
+        tensors = dict(checkpoint.tensors)
+        if family is not None and family.fuses_experts:
+            kept += _fused_experts(checkpoint.path, tensors)
+        for name, tensor in tensors.items():
             if family is not None and name.startswith(_OF_LLAMA_CPP):
                 left.append(name)
                 continue
@@ -98,6 +107,31 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
     except TokenizerUnreadError as error:
         how = "AutoTokenizer.from_pretrained(FOLDER, gguf_file=NAME) reads it"
         return {}, f"the tokenizer stays in the GGUF file, where {how}: {error}"
+
+
+def _fused_experts(path: str, tensors: dict[str, TensorInfo]) -> list[Operand]:
+    """Take the experts out of `tensors`, and return them as gpt-oss has them in transformers.
+
+    Raises:
+        UnsupportedFormatError: gate and up are not of one form.
+    """
+    made: list[Operand] = []
+    for name in [name for name in tensors if ".experts.gate_proj" in name or ".experts.down_proj" in name]:
+        names = [name, name.replace(".gate_proj", ".up_proj")] if ".gate_proj" in name else [name]
+        parts = [tensors.pop(each) for each in names if each in tensors]
+        first = parts[0]
+        num_dims = 2 if name.endswith("_bias") else 3
+        forms = {(each.shape, each.dtype) for each in parts}
+        if len(parts) < len(names) or len(forms) > 1 or len(first.shape) != num_dims:
+            text = f"{' and '.join(names)} are not all there, of one form, with {num_dims} dimensions"
+            raise UnsupportedFormatError(path, text, hint="download or convert the file again")
+        fused = name.replace(".gate_proj", ".gate_up_proj")
+        dtype = DTYPES["F32"] if first.dtype.block_bytes else first.dtype
+        experts, outputs, *inputs = first.shape
+        shape = experts, *inputs, len(parts) * outputs
+        operation: Operation = TransposedExperts(tuple(parts)) if inputs else InterleavedRows(tuple(parts))
+        made.append(ComputedTensor(fused, dtype, shape, operation))
+    return made
 
 
 def _decoded(tensor: TensorInfo, num_heads: int, added: float) -> Operand:

@@ -8,6 +8,9 @@ import pytest
 import bigload
 import gguf_files
 from bigload.checkpoint.formats.gguf_model import MAX_EXPERTS
+from bigload.checkpoint.model import Span, TensorInfo
+from bigload.conversion.arithmetic.ggml_blocks import GgmlValues, TransposedExperts
+from bigload.dtypes import STORED_DTYPES
 from bigload.errors import MissingPackageError, OptionError, UnsupportedFormatError
 from gguf_files import gguf_bytes, write_gguf
 
@@ -230,3 +233,24 @@ def test_blocks_with_a_scale_beside_them_are_refused(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "m.gguf", tensors)
     with pytest.raises(UnsupportedFormatError, match=r"multiplied by blk\.0\.attn_q\.scale"):
         bigload.reshard(path, tmp_path / "out", dtype="bf16")
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 64), (0, 32), (32, 64), (32, 96), (0, 192), (96, 192)])
+def test_any_rows_of_experts_are_those_of_the_whole(start, stop):
+    """Windows begin and end anywhere between blocks: within an expert, or some experts later."""
+    shape = (3, 4, 64)
+    stored = [TensorInfo(name, STORED_DTYPES["Q4_0"], shape, Span("a", 0, 3 * 4 * 36)) for name in ("gate", "up")]
+    raw = torch.randint(0, 256, (2, 12, 36), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    raw[..., [1, 19]] = 60  # scales that are numbers
+    whole = [GgmlValues(tensor).compute(0, 12, [rows]).view(shape) for tensor, rows in zip(stored, raw, strict=True)]
+    expected = torch.stack(whole, 2).flatten(1, 2).transpose(1, 2).reshape(192, 8)
+    operation = TransposedExperts(tuple(stored))
+    given = [raw[stored.index(each.tensor), each.start : each.stop] for each in operation.rows_for(start, stop)]
+    assert torch.equal(operation.compute(start, stop, given), expected[start:stop])
+
+
+def test_gpt_oss_whose_gate_has_no_up_is_refused(tmp_path):
+    metadata = {"general.architecture": "gpt-oss"}
+    path = write_gguf(tmp_path / "m.gguf", {"blk.0.ffn_gate_exps.weight": (F32, (2, 4, 8))}, metadata)
+    with pytest.raises(UnsupportedFormatError, match=r"gate_proj and .*up_proj are not all there"):
+        bigload.reshard(path, tmp_path / "out")
