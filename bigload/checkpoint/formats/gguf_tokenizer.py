@@ -50,19 +50,17 @@ _BREAKS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHER = r"[^\r\n\p{L}\p{N}]?"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_OTHER}\p{{L}}+|\p{{N}}{{1,3}}|{_END}"
+_TEKKEN = rf"{_OTHER}{_UPPER}*{_LOWER}+|{_OTHER}{_UPPER}+{_LOWER}*|\p{{N}}|{_BREAKS}"
+_GPT_4O = (
+    rf"{_OTHER}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_OTHER}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{_BREAKS}"
+)
 _RULES: Mapping[tuple[str, bool], str] = {
     (_LLAMA3, True): "llama-bpe",
     (_LLAMA3, False): "smaug-bpe",
     (rf"{_CONTRACTIONS}|{_OTHER}\p{{L}}+|\p{{N}}|{_END}", False): "qwen2",
-    (rf"{_OTHER}{_UPPER}*{_LOWER}+|{_OTHER}{_UPPER}+{_LOWER}*|\p{{N}}|{_BREAKS}", True): "tekken",
-    **{
-        (
-            rf"{_OTHER}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_OTHER}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-            rf"|\p{{N}}{{1,3}}|{_BREAKS}",
-            ignores_merges,
-        ): "gpt-4o"
-        for ignores_merges in (False, True)
-    },
+    # llama.cpp has one name for these, whose merges make every token: the result is the same
+    **{(pattern, each): name for pattern, name in ((_TEKKEN, "tekken"), (_GPT_4O, "gpt-4o")) for each in (False, True)},
 }
 """Names by the pattern that splits text, and whether words that are tokens are not merged."""
 
