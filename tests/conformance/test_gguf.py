@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bigload
+import llama_cpp_server
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.conversion.arithmetic.ggml_blocks import DECODERS, GgmlValues
 from bigload.dtypes import STORED_DTYPES
@@ -110,12 +111,25 @@ def _as_llama_cpp(name, tensor, config, architecture):
     return [(name, tensor + 1 if architecture.startswith("gemma") and name.endswith("norm.weight") else tensor)]
 
 
+_NORMALISED = {"norm_topk_prob": True}
 CASES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", "llama", {}, "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0"),
     "tied": ("Qwen2ForCausalLM", "Qwen2Config", "qwen2", {"tie_word_embeddings": True}, "Q5_1"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", "qwen3", {"head_dim": 32}, "Q8_0"),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", "gemma2", {"head_dim": 32}, "Q8_0"),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", "gemma3", {"head_dim": 32}, "Q8_0"),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        "gemma2",
+        {"head_dim": 32, "query_pre_attn_scalar": 32},
+        "Q8_0",
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        "gemma3",
+        {"head_dim": 32, "query_pre_attn_scalar": 32},
+        "Q8_0",
+    ),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", "phi3", {}, "Q8_0"),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", "llama", {"num_local_experts": 4}, "Q8_0"),
     "gpt-oss": (
@@ -129,7 +143,7 @@ CASES = {
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
         "qwen3moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32, **_NORMALISED},
         "Q8_0",
     ),
 }
@@ -226,3 +240,31 @@ def test_factors_of_frequencies_are_those_of_transformers():
     plain = 500000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     assert len(set(factors.tolist())) > 3
     assert torch.allclose(plain / factors, expected.double(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "gpt-oss"])  # which is not written
+def test_llama_cpp_answers_as_transformers(tmp_path, case):
+    tokenizers = pytest.importorskip("tokenizers")
+    model_class, config_class, architecture, options, _ = CASES[case]
+    torch.manual_seed(0)
+    sizes = {**SIZES, "hidden_size": 128}
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes, **options))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = torch.rand_like(parameter) - (0.5 if architecture.startswith("gemma") else -0.5)
+        elif parameter.dim() > 1:
+            parameter.data *= 3  # so that answers differ from token to token
+    model.save_pretrained(tmp_path / "in")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    made.train_from_iterator(["The quick brown fox jumps over the lazy dog. "] * 9, trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "in")
+    bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf", dtype="fp32")
+    text = "The quick brown fox"
+    (found,), answer = llama_cpp_server.ask(tmp_path / "out" / "model.gguf", [text], num_tokens=16)
+    assert found == made.encode(text).ids
+    whole = model.generate(torch.tensor([found]), max_new_tokens=16, do_sample=False, eos_token_id=None)[0].tolist()
+    assert answer == made.decode(whole[len(found) :])

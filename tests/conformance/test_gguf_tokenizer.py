@@ -1,13 +1,12 @@
 """Tokenizers in written GGUF files give transformers, gguf-py and llama.cpp the tokens of the folder's tokenizer."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import bigload
+import llama_cpp_server
 from gguf_files import write_gguf
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
@@ -161,30 +160,10 @@ def test_what_transformers_does_not_read_stays_in_the_file_with_the_reason(tmp_p
     assert "transformers does not read it" in note
 
 
-_LLAMA_CPP = """
-import json, sys, urllib.request
-import xllamacpp
-
-parameters = xllamacpp.CommonParams()
-parameters.model.path, parameters.n_ctx, parameters.port, parameters.warmup = sys.argv[1], 256, 0, False
-server = xllamacpp.Server(parameters)
-def ask(path, **content):
-    body = json.dumps(content).encode()
-    request = urllib.request.Request(server.listening_address + path, data=body)
-    return json.load(urllib.request.urlopen(request))
-ids = [ask("/tokenize", content=text, add_special=True)["tokens"] for text in json.loads(sys.argv[2])]
-text = ask("/completion", prompt=ids[0], n_predict=8, temperature=0)["content"]
-print("\\n" + json.dumps([ids, text]))
-"""
-
-
 def test_llama_cpp_finds_the_same_tokens_and_answers_as_transformers(case):
-    pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
     name, folder, alone = case
     texts = texts_for(name)
-    command = [sys.executable, "-c", _LLAMA_CPP, str(alone / "model.gguf"), json.dumps(texts)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    found, answer = json.loads(ran.stdout.splitlines()[-1])
+    found, answer = llama_cpp_server.ask(alone / "model.gguf", texts)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert found == [tokenizer(text).input_ids for text in texts]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)

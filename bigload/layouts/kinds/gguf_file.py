@@ -44,6 +44,7 @@ def lay_out(request: LayoutRequest) -> Output:
     checkpoint = request.checkpoint
     config = checkpoint.config or {}
     architecture, family = _family(checkpoint)
+    _check_computation(config)
     heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
     made: dict[str, tuple[OutputTensor, DType, tuple[int, ...]]] = {}
     for name, tensors in _by_gguf_name(request, family).items():
@@ -111,6 +112,21 @@ def _family(checkpoint: Checkpoint) -> tuple[str, Family]:
             return ("llama" if family.turns_heads else architecture), family
     known = ", ".join(family.model_type for family in written.values())
     raise _refusal(f"a model of one of the types {known}; this one is {found!r:.100}")
+
+
+def _check_computation(config: Mapping[str, object]) -> None:
+    """Refuse a model that llama.cpp would compute otherwise, because GGUF has no key for what its config says."""
+    model_type, found = config.get("model_type"), config.get("norm_topk_prob")
+    for known, is_normalised in (("qwen2_moe", False), ("qwen3_moe", True)):
+        if model_type == known and isinstance(found, bool) and found is not is_normalised:
+            raise _refusal(f"a {known} whose norm_topk_prob is {is_normalised}, as llama.cpp computes; it is {found}")
+    scale = config.get("query_pre_attn_scalar")
+    if model_type in ("gemma2", "gemma3_text") and isinstance(scale, int | float):
+        is_27b = config.get("num_hidden_layers") in (46, 62)  # which llama.cpp knows by this
+        expected = _head_dim({**config, "head_dim": None} if is_27b else config)
+        if scale != expected:
+            text = f"a {model_type} whose query_pre_attn_scalar is {expected}, as llama.cpp computes; it is {scale:g}"
+            raise _refusal(text)
 
 
 def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, list[Operand]]:

@@ -140,6 +140,14 @@ def test_frequencies_of_llama_3_1_are_divided_by_their_wavelength(tmp_path):
         ({"quantization_config": {"quant_method": "gptq"}}, "not quantised"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "this one has 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor above 0; found None"),
+        (
+            {"model_type": "qwen3_moe", "norm_topk_prob": False},
+            "norm_topk_prob is True, as llama.cpp computes; it is False",
+        ),
+        (
+            {"model_type": "gemma2", "query_pre_attn_scalar": 9},
+            "query_pre_attn_scalar is 16, as llama.cpp computes; it is 9",
+        ),
         ({"hidden_size": "many"}, "hidden_size and num_attention_heads"),
     ],
 )

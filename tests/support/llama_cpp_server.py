@@ -1,0 +1,32 @@
+"""llama.cpp itself, in a process of its own: the tokens that it finds, and the answer that it gives."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import json, sys, urllib.request
+import xllamacpp
+
+parameters = xllamacpp.CommonParams()
+parameters.model.path, parameters.n_ctx, parameters.port, parameters.warmup = sys.argv[1], 256, 0, False
+server = xllamacpp.Server(parameters)
+def ask(path, **content):
+    body = json.dumps(content).encode()
+    request = urllib.request.Request(server.listening_address + path, data=body)
+    return json.load(urllib.request.urlopen(request))
+ids = [ask("/tokenize", content=text, add_special=True)["tokens"] for text in json.loads(sys.argv[2])]
+text = ask("/completion", prompt=ids[0], n_predict=int(sys.argv[3]), temperature=0)["content"]
+print("\\n" + json.dumps([ids, text]))
+"""
+
+
+def ask(file, texts, *, num_tokens=8):
+    """Return the tokens of all `texts`, and the greedy answer to the first."""
+    pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
+    command = [sys.executable, "-c", _PROGRAM, str(file), json.dumps(texts), str(num_tokens)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
