@@ -20,6 +20,7 @@ from bigload.machine.activities import Recorder
 from bigload.machine.huge_pages import allocate
 
 if TYPE_CHECKING:
+    from bigload.loading.digest_checks import DigestChecks
     from bigload.loading.tensors import Memory
 
 
@@ -31,10 +32,11 @@ def fill_buffers(
     on_progress: OnProgress,
     *,
     memory: Sequence[Memory] | None = None,
+    checks: DigestChecks | None = None,
 ) -> Sequence[Memory]:
     """Take the memory that `schedule` asks for, fill it, and return it in the order of `schedule.buffers`.
 
-    Or fill the `memory` that is there already, which is of that kind.
+    Or fill the `memory` that is there already, which is of that kind. `checks` compare digests on the way.
 
     Raises:
         NotEnoughMemoryError: a device has less left than it said.
@@ -60,6 +62,7 @@ def fill_buffers(
                 recorder=recorder,
                 faults_ahead=strategy.method is Method.DIRECT,
                 is_remote=is_remote,
+                checks=checks,
                 on_progress=on_progress,
             )
     return memory

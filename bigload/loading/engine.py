@@ -23,6 +23,7 @@ from bigload.machine.thread_pool import run_jobs
 from bigload.units import MIB
 
 if TYPE_CHECKING:
+    from bigload.loading.digest_checks import DigestChecks
     from bigload.loading.tensors import Memory
 
 _PREFAULT_BYTES = 64 * MIB
@@ -55,6 +56,7 @@ def read(
     recorder: Recorder,
     faults_ahead: bool = False,
     is_remote: bool = False,
+    checks: DigestChecks | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> None:
     """Fill `memory` by all jobs of `schedule`, on `threads` threads, with at most `max_inflight_bytes` in flight.
@@ -69,10 +71,12 @@ def read(
         recorder: Records what each thread does.
         is_remote: A thread takes neighbouring reads that one response can serve.
         faults_ahead: Make memory ready in a thread of its own, ahead of the reads. It pays when they wait for a disk.
+        checks: Checks digests of all that is read.
         on_progress: Called after every finished job.
 
     Raises:
         ReadError: a read failed or came back short. The other threads have stopped.
+        DamagedOutputError: a tensor is not what its digest says.
     """
     tally = Tally(schedule.num_bytes, on_progress)
     inflight = InflightPool(max_inflight_bytes)
@@ -86,14 +90,17 @@ def read(
             if is_remote:
                 expect_reads(source, ((job.offset, job.offset + job.num_bytes) for job in batch))
             for job in batch:
-                _carry(job, source, memory, stagers, recorder)
+                _carry(job, source, memory, stagers, recorder=recorder, checks=checks)
                 if is_remote:  # a batch takes seconds
                     tally.add(job.num_bytes, phase="read", file=job.file)
         if not is_remote:
             tally.add(sum(job.num_bytes for job in batch), phase="read", file=batch[0].file)
 
     with _faulted_ahead(schedule, memory, recorder, wanted=faults_ahead):
-        batches = _streams(schedule, threads) if is_remote else _batches(schedule.jobs)
+        if checks is not None:
+            batches = checks.batches(schedule.jobs)
+        else:
+            batches = _streams(schedule, threads) if is_remote else _batches(schedule.jobs)
         run_jobs(work, batches, threads=threads)
     for stager in stagers.values():
         stager.finish()
@@ -144,18 +151,24 @@ def _carry(
     source: ByteSource,
     memory: Sequence[Memory],
     stagers: Mapping[str, Stager],
+    *,
     recorder: Recorder,
+    checks: DigestChecks | None,
 ) -> None:
-    if job.delivery is Delivery.STAGED:
-        stagers[job.device].deliver(job, source)
-        return
     if job.delivery is Delivery.POPULATED:
         assert isinstance(source, MappedFile), "only maps have pages to populate"
-        source.populate(job.offset, job.offset + job.num_bytes)
+        stop = job.offset + job.num_bytes
+        source.populate(job.offset, stop)
+        if checks is not None:
+            checks.update(job.file, job.offset, [source.buffer[job.offset : stop]])
+        return
+    reader = source if checks is None else checks.reading(job.file, source)
+    if job.delivery is Delivery.STAGED:
+        stagers[job.device].deliver(job, reader)
         return
     if recorder.is_tracing:
         _fault_in(job, memory, recorder)
-    source.read_into([_view(memory, destination) for destination in job.destinations], job.offset)
+    reader.read_into([_view(memory, destination) for destination in job.destinations], job.offset)
 
 
 def _view(memory: Sequence[Memory], destination: Destination) -> memoryview:

@@ -11,8 +11,9 @@ from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.part import PART_CODE
 from bigload.checkpoint.quantisation import quantisation_of
+from bigload.checkpoint.recorded_digests import RecordedDigests, recorded_digests
 from bigload.conversion.checkpoint_view import CheckpointView, view_for
-from bigload.errors import LegacyPickleError, StateDictMismatchError
+from bigload.errors import LegacyPickleError, ManifestNotFoundError, StateDictMismatchError
 from bigload.extras import require
 from bigload.loading.buffers import fill_buffers
 from bigload.loading.checks import check_memory, check_ram, warn_of_whole_files
@@ -57,6 +58,7 @@ def load(
     method: Method | str | None = None,
     populate: bool = True,
     strict: bool = True,
+    verify: bool | str | Path = False,
     threads: int | None = None,
     max_inflight: int | str | None = None,
     trace: bool = False,
@@ -87,6 +89,8 @@ def load(
         populate: With `mmap`: make all pages present now. Otherwise each is read when it is first touched, and a file
             that was cut off by then kills the process (SIGBUS).
         strict: Refuse, before a byte is read, a module that wants other names or shapes than the checkpoint has.
+        verify: Compare every tensor, while it is read, with the digest that the checkpoint's manifest has; or that of
+            the manifest at this path. Tensors are loaded whole then, and with `mmap` now.
         threads: Threads that read; 1 is serial. `loading.settings` says what holds when it is left out.
         max_inflight: The most that is being read or staged at one moment, in bytes or as text such as `256MiB`.
         trace: Note what each thread does and when, in `.report.activities`.
@@ -103,6 +107,8 @@ def load(
         UnsupportedDTypeError: torch lacks a dtype.
         NotEnoughMemoryError: the tensors are larger than the free memory of a device.
         ReadError: a file could not be read to the end, or changed meanwhile. A module given as `into` is unchanged.
+        ManifestNotFoundError: `verify`, and there is no manifest, or it has no digests of tensors.
+        DamagedOutputError: `verify`, and a tensor is not what the manifest says. No tensor is handed out.
     """
     require("torch", asked_by="bigload.load", extra="torch")
     from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
@@ -119,6 +125,7 @@ def load(
         whole = _load_legacy(error)
         opened = as_checkpoint(str(error.path), whole)
     check_data_is_read(opened)
+    recorded = digests_for(opened, verify=verify)
     view = CheckpointView.of(opened) if into is None else view_for(into, opened)
     selection = select(view, only=only, slices=slices, dtype=wanted_dtype, device=device)
     assignments: tuple[Assignment, ...] = ()
@@ -131,7 +138,14 @@ def load(
         spans = (span for want in selection.wanted for span in want.spans)
         warn_of_whole_files(opened.root, {shard.file: shard.num_bytes for shard in opened.shards}, spans)
         tensors, report = _read(
-            opened, selection, chosen, open_source, recorder, populate=populate, on_progress=on_progress
+            opened,
+            selection,
+            chosen,
+            open_source,
+            recorder,
+            populate=populate,
+            recorded=recorded,
+            on_progress=on_progress,
         )
     else:
         tensors, report = _taken(view, whole, selection)
@@ -142,15 +156,36 @@ def load(
     return LoadedTensors(tensors, replace(report, seconds=recorder.seconds, activities=recorder.activities()))
 
 
+def digests_for(checkpoint: Checkpoint, *, verify: bool | str | Path) -> RecordedDigests | None:
+    """Return what `load` compares tensors with, if it is to `verify` them.
+
+    Raises:
+        ManifestNotFoundError: there is no manifest.
+        DamagedOutputError: it is none, or says other sizes or headers of files.
+    """
+    if verify is False:
+        return None
+    if not checkpoint.shards:
+        hint = "reshard it first: bigload reshard SOURCE OUT --layout shards"
+        raise ManifestNotFoundError(checkpoint.path, "files of torch before 1.6 have none of single tensors", hint=hint)
+    return recorded_digests(checkpoint, None if verify is True else verify)
+
+
 @memory_errors("the checkpoint")
 def load_selected(
-    checkpoint: Checkpoint, selection: Selection, method: Method | None = None
+    checkpoint: Checkpoint,
+    selection: Selection,
+    method: Method | None = None,
+    *,
+    recorded: RecordedDigests | None = None,
 ) -> dict[str, torch.Tensor]:
     """Bring the tensors of `selection`, which `checkpoint` has, into memory as `load` does, and return them by name."""
     check_data_is_read(checkpoint)
     _check_loadable(selection)
     recorder, chosen = Recorder(is_tracing=False), settings(method=method)
-    tensors, _ = _read(checkpoint, selection, chosen, None, recorder, populate=True, on_progress=ignore_progress)
+    tensors, _ = _read(
+        checkpoint, selection, chosen, None, recorder, populate=True, recorded=recorded, on_progress=ignore_progress
+    )
     return tensors
 
 
@@ -191,15 +226,27 @@ def _read(
     recorder: Recorder,
     *,
     populate: bool,
+    recorded: RecordedDigests | None,
     on_progress: OnProgress,
 ) -> tuple[dict[str, torch.Tensor], LoadReport]:
     from bigload.loading.tensors import as_tensors
 
     strategy = choose_strategy(checkpoint, selection.wanted, chosen, open_source, recorder)
     is_mapped = strategy.method is Method.MMAP
-    schedule = schedule_reads(selection.wanted, block_bytes=strategy.block_bytes, in_map=is_mapped, populate=populate)
+    schedule = schedule_reads(
+        selection.wanted,
+        block_bytes=strategy.block_bytes,
+        in_map=is_mapped,
+        populate=populate or recorded is not None,
+        ends_with_tensors=recorded is not None,
+    )
     check_memory(checkpoint, schedule, strategy)
-    memory = fill_buffers(checkpoint, schedule, strategy, recorder, on_progress)
+    checks = None
+    if recorded is not None:
+        from bigload.loading.digest_checks import DigestChecks
+
+        checks = DigestChecks(recorded, schedule, in_steps=strategy.method is Method.READ)
+    memory = fill_buffers(checkpoint, schedule, strategy, recorder, on_progress, checks=checks)
     with recorder.span(Phase.ASSIGN):
         made = as_tensors(schedule, memory)
     report = LoadReport(

@@ -214,7 +214,12 @@ class Schedule:
 
 
 def schedule_reads(
-    wanted: Iterable[RequestedTensor], *, block_bytes: int = BLOCK_BYTES, in_map: bool = False, populate: bool = True
+    wanted: Iterable[RequestedTensor],
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    in_map: bool = False,
+    populate: bool = True,
+    ends_with_tensors: bool = False,
 ) -> Schedule:
     """Return the reads that bring `wanted` into memory: by file and offset, neighbours merged, cut into blocks.
 
@@ -227,6 +232,7 @@ def schedule_reads(
         in_map: Leave in the pages of the file what can stay there: whole tensors and rows, as they are stored, for the
             CPU. The slots are then offsets into the file.
         populate: Make those pages present before the load ends; otherwise each is read when it is first touched.
+        ends_with_tensors: A read is of whole tensors, or of a part of a single one.
 
     Example: 1-byte tensors of 10, 6 and 40 elements at offsets 100, 110 and 200 of one file, blocks of 32: a read of 16
     bytes at 100 to two destinations, one of 32 at 200 and one of 8 at 232; the tensors start at 0, 64 and 128 of one
@@ -243,7 +249,11 @@ def schedule_reads(
                 requests.setdefault(file, []).append(request)
     if is_assembled:  # else they are in order
         requests = {file: sorted(requests[file], key=lambda request: request.offset) for file in sorted(requests)}
-    jobs = [job for file, members in requests.items() for job in jobs_of(file, members, block_bytes)]
+    jobs = [
+        job
+        for file, members in requests.items()
+        for job in jobs_of(file, members, block_bytes, ends_with_requests=ends_with_tensors)
+    ]
     return Schedule(buffers=layout.buffers(), slots=layout.slots, jobs=tuple(jobs))
 
 
@@ -462,13 +472,23 @@ class _OpenJob:
         return ReadJob(self.file, self.offset, self.num_bytes, destinations, self.delivery, self.device)
 
 
-def jobs_of(file: str, requests: Iterable[ReadRequest], block_bytes: int) -> Iterator[ReadJob]:
-    """Yield the reads of `requests` of `file`, in their order: neighbours merged, cut into blocks."""
+def jobs_of(
+    file: str, requests: Iterable[ReadRequest], block_bytes: int, *, ends_with_requests: bool = False
+) -> Iterator[ReadJob]:
+    """Yield the reads of `requests` of `file`, in their order: neighbours merged, cut into blocks.
+
+    Each is of whole requests, or of a part of a single one, if it `ends_with_requests`.
+    """
     job: _OpenJob | None = None
+    is_cut = False
     for request in requests:
         rest: ReadRequest | None = request
         is_staged_here = request.delivery is Delivery.STAGED and request.device == CPU
         size = min(block_bytes, STAGED_BLOCK_BYTES) if is_staged_here else block_bytes
+        if job is not None and ends_with_requests and (is_cut or request.num_bytes > size - job.num_bytes):
+            yield job.closed()
+            job = None
+        is_cut = request.num_bytes > size
         while rest is not None:
             if job is None or not job.takes(rest, size):
                 if job is not None:

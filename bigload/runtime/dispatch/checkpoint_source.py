@@ -13,6 +13,7 @@ from torch import nn
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, StoredTensor
 from bigload.checkpoint.quantisation import WeightInParts
+from bigload.checkpoint.recorded_digests import RecordedDigests
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, LegacyPickleError, Problem
@@ -36,12 +37,14 @@ class CheckpointSource:
         plan: The plan that named the checkpoint.
         legacy: The tensors of torch files in the old form.
         packed: Weights that are made of several tensors, by their names in the model.
+        recorded: Digests to compare all that is loaded with.
     """
 
     view: CheckpointView
     plan: Plan | None = None
     legacy: Mapping[str, torch.Tensor] | None = None
     packed: Mapping[str, WeightInParts] = field(default_factory=dict)
+    recorded: RecordedDigests | None = None
 
     @classmethod
     def open(cls, what: str | os.PathLike[str] | Checkpoint | Plan) -> CheckpointSource:
@@ -93,7 +96,7 @@ class CheckpointSource:
         """Return the tensors that `places` names, on the devices that it says."""
         selection = select(self.view, only=list(places), device=places, dtype=dtype, slices=slices)
         if self.legacy is None:
-            return load_selected(self.checkpoint, selection)
+            return load_selected(self.checkpoint, selection, recorded=self.recorded)
         return {
             want.name: as_requested(want, tensor_of(self.view, want.name, self.legacy)) for want in selection.wanted
         }
@@ -103,10 +106,10 @@ class CheckpointSource:
         return replace(self, view=CheckpointView.of(self.checkpoint)).load(places, None)
 
     def can_slice(self, name: str) -> bool:
-        """Return whether rows of a tensor can be loaded by themselves."""
+        """Return whether rows of a tensor can be loaded by themselves; digests are of whole tensors."""
         tensor = self.tensors[name]
         is_by_row = isinstance(tensor, AssembledTensor) or (tensor.strides is None and tensor.dtype.bits >= 8)
-        return self.legacy is None and is_by_row and bool(tensor.shape)
+        return self.legacy is None and self.recorded is None and is_by_row and bool(tensor.shape)
 
 
 def _plan_at(path: Path) -> Plan | None:

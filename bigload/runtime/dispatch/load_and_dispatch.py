@@ -16,6 +16,7 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.errors import CheckpointError, InvalidPlanError, LegacyPickleError, OptionError
 from bigload.layouts.kinds.device_folders import PLAN_FILE
+from bigload.loading.load import digests_for
 from bigload.loading.memory_errors import memory_errors
 from bigload.planning.plan import Plan, ResidentExperts
 from bigload.planning.plan_file import read_plan
@@ -135,6 +136,7 @@ def load_and_dispatch(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
     strict: bool = True,
+    verify: bool | StrPath = False,
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
@@ -155,6 +157,8 @@ def load_and_dispatch(
         preload_module_classes: See `attach_align_device_hook`.
         force_hooks: Attach hooks for a single device as well.
         strict: Refuse a model that lacks a tensor of the plan or has more, before anything is read.
+        verify: Compare every tensor with the digest that the checkpoint's manifest has, or the manifest at this path,
+            while it is read. What stays on disk is read once for that; not compared is what is read of it later.
         prefetch: See `dispatch_model`.
         prefetch_bytes: See there. By default what the plan has reserved for streamed weights, less the largest block.
         resident_bytes: See `dispatch_model`.
@@ -163,6 +167,7 @@ def load_and_dispatch(
     Raises:
         PlanError: there is no such plan, it is none, or it was made for another version of the checkpoint.
         StateDictMismatchError: model and checkpoint disagree.
+        ManifestNotFoundError, DamagedOutputError: `verify`; see `load`.
         BigloadError: see `load_checkpoint_in_model`.
     """
     made = opened_plan(plan)
@@ -173,14 +178,23 @@ def load_and_dispatch(
         force_hooks=force_hooks,
         streaming=streaming_of(made, prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
-    return load_planned(model, made, options, dtype=dtype, strict=strict)
+    return load_planned(model, made, options, dtype=dtype, strict=strict, verify=verify)
 
 
 def load_planned(
-    model: nn.Module, plan: Plan, options: DispatchOptions, *, dtype: str | torch.dtype | None, strict: bool
+    model: nn.Module,
+    plan: Plan,
+    options: DispatchOptions,
+    *,
+    dtype: str | torch.dtype | None,
+    strict: bool,
+    verify: bool | StrPath = False,
 ) -> nn.Module:
     """Do what `load_and_dispatch` does, with a plan that was read."""
     found = matched(model, plan, strict=strict, is_complete=True)  # before the map, of which a mismatch says less
+    if verify is not False:
+        recorded = digests_for(found.source.checkpoint, verify=verify if isinstance(verify, bool) else Path(verify))
+        found = replace(found, source=replace(found.source, recorded=recorded))
     placed = map_for(model, plan, found.source.view)
     on_disk = load_matched(model, found, device_map=placed, dtype=dtype, offload_buffers=options.offload_buffers)
     return dispatch_loaded(model, placed, on_disk, options)

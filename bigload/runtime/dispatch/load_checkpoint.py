@@ -33,6 +33,7 @@ from bigload.runtime.device_map.tied_parameters import check_tied_parameters_on_
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource, loaded_dtype
 from bigload.runtime.dispatch.module_filling import (
     PlacedTensor,
+    check_digests,
     fill,
     goes_in_rows,
     in_batches,
@@ -181,13 +182,11 @@ def load_matched(
     )
     placed = [settle.place(assignment, source.tensors[assignment.tensor_name]) for assignment in comparison.assignments]
     packed = {name: settle.device_of_packed(name) for name in found.packed}
-    on_disk = _offload(
-        model,
-        source,
-        [each for each in placed if each.device is None],
-        [part for name, device in packed.items() if device is None for part in found.packed[name].parts],
-        offload_folder,
-    )
+    left = [each for each in placed if each.device is None]
+    parts_left = [part for name, device in packed.items() if device is None for part in found.packed[name].parts]
+    if source.recorded is not None and offload_folder is None:
+        check_digests(source, left, parts_left)
+    on_disk = _offload(model, source, left, parts_left, offload_folder)
     fill(model, source, [each for each in placed if each.device is not None])
     in_memory = {name: device for name, device in packed.items() if device is not None}
     parts = source.load({part: device for name, device in in_memory.items() for part in found.packed[name].parts}, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -73,6 +73,19 @@ def in_batches(
             tensors = source.load({each.name: each.device or _CPU for each, _ in batch}, cast, slices)
             for each, part in batch:
                 yield each, part, tensors.pop(each.name)
+
+
+def check_digests(source: CheckpointSource, placed: Sequence[PlacedTensor], parts: Sequence[str]) -> None:
+    """Read what stays on disk once, for its digests.
+
+    Raises:
+        DamagedOutputError: a tensor is not what the manifest says.
+    """
+    uncast = [replace(each, cast=None, stays=False) for each in placed]
+    for _ in in_batches(source, uncast):
+        pass
+    for part in parts:
+        source.load({part: _CPU}, None)
 
 
 def goes_in_rows(source: CheckpointSource, each: PlacedTensor) -> bool:
