@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from bigload.checkpoint.manifest import FileRecord, Manifest, read_manifest, read_manifest_file
+from bigload.checkpoint.byte_source import scheme_of
+from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest, read_manifest_file
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.errors import DamagedOutputError, ManifestNotFoundError
 
@@ -31,11 +32,13 @@ class RecordedDigests:
 
     Attributes:
         manifest: The manifest.
+        path: Its file.
         folder: Folder of the checkpoint in the one that the manifest describes, `""` or with a slash at its end.
     """
 
     checkpoint: Checkpoint
     manifest: Manifest
+    path: Path
     folder: str = ""
 
     def file(self, file: str) -> FileRecord | None:
@@ -49,6 +52,16 @@ class RecordedDigests:
             return None
         component = file.rpartition("/")[0] if self.checkpoint.components else ""
         return record.tensors.get(tensor.name.removeprefix(f"{component}.") if component else tensor.name)
+
+    @cached_property
+    def unchanged_files(self) -> frozenset[str]:
+        """Files that were not written to after the manifest, as far as times tell; of a remote checkpoint all."""
+        root = self.checkpoint.root
+        files = [shard.file for shard in self.checkpoint.shards if self.file(shard.file) is not None]
+        if not scheme_of(root).is_local:
+            return frozenset(files)
+        written = self.path.stat().st_mtime_ns
+        return frozenset(file for file in files if (root / file).stat().st_mtime_ns <= written)
 
     @cached_property
     def by_file(self) -> Mapping[str, list[RecordedDigest]]:
@@ -81,18 +94,22 @@ def recorded_digests(checkpoint: Checkpoint, manifest: str | Path | None = None)
         DamagedOutputError: it is no manifest, or files have other sizes or headers than it says.
         ReadError: it cannot be read.
     """
-    found = _found(checkpoint) if manifest is None else (read_manifest_file(Path(manifest)), "")
-    digests = RecordedDigests(checkpoint=checkpoint, manifest=found[0], folder=found[1])
+    if manifest is None:
+        digests = _beside(checkpoint)
+    else:
+        path = Path(manifest)
+        digests = RecordedDigests(checkpoint=checkpoint, manifest=read_manifest_file(path), path=path.expanduser())
     if damaged := list(digests.damaged_headers()):
         hint = "bigload verify lists what is damaged; fetch the named files again"
         raise DamagedOutputError(checkpoint.path, f"{checkpoint.path}: {damaged[0]}", hint=hint)
     return digests
 
 
-def _found(checkpoint: Checkpoint) -> tuple[Manifest, str]:
+def _beside(checkpoint: Checkpoint) -> RecordedDigests:
+    """Return what the manifest in the folder of `checkpoint` says, or that in one above."""
     root = checkpoint.root
     try:
-        return read_manifest(root), ""
+        return RecordedDigests(checkpoint=checkpoint, manifest=read_manifest(root), path=root / MANIFEST_FILE)
     except ManifestNotFoundError as error:
         for parent in list(root.absolute().parents)[:_PARENTS]:
             try:
@@ -101,5 +118,6 @@ def _found(checkpoint: Checkpoint) -> tuple[Manifest, str]:
                 continue
             folder = f"{root.absolute().relative_to(parent).as_posix()}/"
             if any(file.startswith(folder) for file in manifest.files):
-                return manifest, folder
+                path = parent / MANIFEST_FILE
+                return RecordedDigests(checkpoint=checkpoint, manifest=manifest, path=path, folder=folder)
         raise error

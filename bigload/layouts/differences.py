@@ -18,8 +18,10 @@ from threading import Lock
 
 from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.recorded_digests import RecordedDigests, recorded_digests
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES, DType
+from bigload.errors import DamagedOutputError, ManifestNotFoundError
 from bigload.extras import require
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.source_files import SourceFiles
@@ -65,6 +67,7 @@ class DiffReport:
         only_first, only_second: Names of tensors that only one has, in the order of its files.
         changed: Tensors of both that differ, in the order of the first one's files.
         num_equal: Tensors of which every byte is the same.
+        num_by_digest: Those of them that were not read, because the manifests of both have the same digest of them.
         read_bytes: Bytes of tensors that were compared, of both.
         seconds: Time that it took, headers included.
     """
@@ -75,6 +78,7 @@ class DiffReport:
     only_second: tuple[str, ...]
     changed: tuple[TensorDifference, ...]
     num_equal: int
+    num_by_digest: int
     read_bytes: int
     seconds: float
 
@@ -88,6 +92,7 @@ def diff(
     first: Checkpoint | str | Path,
     second: Checkpoint | str | Path,
     *,
+    trust_digests: bool = True,
     threads: int | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> DiffReport:
@@ -98,6 +103,8 @@ def diff(
     Args:
         first: A checkpoint, or what `open_checkpoint` takes.
         second: The other one.
+        trust_digests: Where both have manifests, read no tensor of which these have the same digest, if its files were
+            not written to after the manifests. Otherwise every byte is compared.
         threads: Threads that read and compare; when left out, one per core, four at most.
         on_progress: Called after every window.
 
@@ -109,7 +116,7 @@ def diff(
     both = tuple(each if isinstance(each, Checkpoint) else open_checkpoint(each) for each in (first, second))
     for each in both:
         check_data_is_read(each)
-    comparison = _Comparison(*both)
+    comparison = _Comparison(*both, digests=_digests_of(*both) if trust_digests else None)
     num_threads = threads or default_threads()
     with ExitStack() as opened:
         pool = BlockPool(2 * num_threads, block_bytes=WINDOW_BYTES)
@@ -128,6 +135,7 @@ def diff(
         only_second=tuple(name for name in both[1].tensors if name not in both[0].tensors),
         changed=tuple(found for found in results if found is not None),
         num_equal=sum(found is None for found in results),
+        num_by_digest=comparison.num_by_digest,
         read_bytes=comparison.total_bytes,
         seconds=time.monotonic() - began,
     )
@@ -176,11 +184,16 @@ class _Pair:
 class _Comparison:
     """The tensors of two checkpoints: pairs to compare, and those that differ by their headers."""
 
-    def __init__(self, first: Checkpoint, second: Checkpoint) -> None:
-        self._found: list[_Pair | TensorDifference] = []
+    def __init__(self, first: Checkpoint, second: Checkpoint, *, digests: _DigestPair | None) -> None:
+        self._found: list[_Pair | TensorDifference | None] = []
+        self.num_by_digest = 0
         for name, tensor in first.tensors.items():
             other = second.tensors.get(name)
             if other is None:
+                continue
+            if digests is not None and _has_same_digest(tensor, other, digests):
+                self.num_by_digest += 1
+                self._found.append(None)
                 continue
             dtype = _common_dtype(tensor, other)
             is_alike = tensor.shape == other.shape and dtype is not None
@@ -193,6 +206,26 @@ class _Comparison:
     def results(self) -> list[TensorDifference | None]:
         """Return what differs of each tensor that both have; `None` for nothing."""
         return [each.result() if isinstance(each, _Pair) else each for each in self._found]
+
+
+_DigestPair = tuple[RecordedDigests, RecordedDigests]
+
+
+def _digests_of(first: Checkpoint, second: Checkpoint) -> _DigestPair | None:
+    """Return what both manifests say; None unless both have one that fits their files."""
+    try:
+        return recorded_digests(first), recorded_digests(second)
+    except (ManifestNotFoundError, DamagedOutputError):
+        return None
+
+
+def _has_same_digest(first: TensorInfo, second: TensorInfo, digests: _DigestPair) -> bool:
+    """Return whether both manifests have the same digest of tensors of one form."""
+    is_alike = (first.dtype, first.shape, first.strides) == (second.dtype, second.shape, second.strides)
+    if not is_alike or first.span.file not in digests[0].unchanged_files:
+        return False
+    digest = digests[0].of(first)
+    return digest is not None and second.span.file in digests[1].unchanged_files and digests[1].of(second) == digest
 
 
 class _Comparer:

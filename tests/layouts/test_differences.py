@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 from hypothesis import given
@@ -102,3 +103,52 @@ def test_without_torch_it_is_said_that_something_differs(tmp_path, monkeypatch):
     assert bigload.diff(first, first).is_equal
     (found,) = bigload.diff(first, second).changed
     assert (found.num_changed, found.largest, found.mean) == (None, None, None)
+
+
+def _later(path, seconds):
+    state = path.stat()
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + int(seconds * 1e9)))
+
+
+@pytest.fixture
+def with_manifests(tmp_path):
+    """Make two checkpoints that differ in one tensor of four, both with manifests."""
+    changed = _tensors()
+    changed["layers.2.weight"] = changed["layers.2.weight"] + 1
+    both = _saved(tmp_path / "a", _tensors()), _saved(tmp_path / "b", changed, shards=3)
+    for folder in both:
+        bigload.write_manifest(folder)
+    return both
+
+
+def test_tensors_of_equal_digests_are_not_read(with_manifests):
+    report = bigload.diff(*with_manifests)
+    assert [each.name for each in report.changed] == ["layers.2.weight"]
+    assert (report.num_equal, report.num_by_digest, report.read_bytes) == (3, 3, 2 * 35 * 2)
+    whole = bigload.diff(*with_manifests, trust_digests=False)
+    assert (whole.num_by_digest, whole.read_bytes) == (0, 4 * 2 * 35 * 2)
+    assert (whole.changed, whole.num_equal) == (report.changed, report.num_equal)
+
+
+def test_a_file_that_was_written_to_after_its_manifest_is_read(with_manifests):
+    first, second = with_manifests
+    path = first / "model-00001-of-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[bigload.open_checkpoint(first).tensors["layers.0.weight"].span.start] ^= 1
+    path.write_bytes(content)
+    _later(path, 5)
+    report = bigload.diff(first, second)
+    assert {each.name for each in report.changed} == {"layers.0.weight", "layers.2.weight"}
+    assert report.num_by_digest == 0
+
+
+def test_a_manifest_of_other_files_is_not_used(with_manifests):
+    first, second = with_manifests
+    path = first / "model-00001-of-00001.safetensors"
+    state = path.stat()
+    safe.save_file({**_tensors(), "more": torch.ones(3)}, path)
+    names = dict.fromkeys((*_tensors(), "more"), path.name)
+    (first / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    report = bigload.diff(first, second)
+    assert (report.only_first, report.num_by_digest) == (("more",), 0)

@@ -17,12 +17,16 @@ Examples:
 \b
 Exit code 0: the same tensors, dtypes and bytes; 1: something differs.
 Files, their formats and sizes, and what lies beside them, are not compared.
+Digests are those of bigload-manifest.json, if no file was written to after it.
 """
 
 
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="What bigload inspect takes.")],
     second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    compare_bytes: Annotated[
+        bool, typer.Option("--bytes", help="Read all tensors, also those that both manifests have the same digest of.")
+    ] = False,
     io_threads: Annotated[
         int | None,
         typer.Option("--io-threads", metavar="N", min=1, max=256, help="Threads that read and compare. Default: 4."),
@@ -33,8 +37,8 @@ def diff(
 ) -> None:
     """Compare the tensors of two checkpoints.
 
-    By name, whatever files they are in: shapes and dtypes, then values. Where dtypes differ, values are compared in
-    float32.
+    By name, whatever files they are in: shapes and dtypes, then digests where both have manifests, then values. Where
+    dtypes differ, values are compared in float32.
     """
     from bigload.layouts.differences import diff as compare
     from bigload_cli import output
@@ -42,7 +46,7 @@ def diff(
     from bigload_cli.views import diff as view
 
     with shown_progress(quiet=quiet or as_json) as on_progress:
-        report = compare(first, second, threads=io_threads, on_progress=on_progress)
+        report = compare(first, second, trust_digests=not compare_bytes, threads=io_threads, on_progress=on_progress)
     if as_json:
         output.print_json(view.document(report))
     elif not quiet:

@@ -28,7 +28,8 @@ def headlines(report: DiffReport) -> Iterator[str]:
     rate = f" ({format_rate(report.read_bytes, report.seconds)})" if report.read_bytes else ""
     equal, changed = counted(report.num_equal, "tensor"), len(report.changed)
     verdict = "no difference" if report.is_equal else f"{changed} changed"
-    yield f"{equal} equal, {verdict}; read {read}{rate}"
+    by_digest = f" ({report.num_by_digest} by the digests of both manifests)" if report.num_by_digest else ""
+    yield f"{equal} equal{by_digest}, {verdict}; read {read}{rate}"
 
 
 def changed(report: DiffReport) -> PlainTable | None:
