@@ -17,7 +17,7 @@ Examples:
 \b
 Exit code 0: the same tensors, dtypes and bytes; 1: something differs.
 Files, their formats and sizes, and what lies beside them, are not compared.
-Digests are those of bigload-manifest.json, if no file was written to after it.
+Digests are those of bigload-manifest.json, of files not written to since.
 """
 
 
