@@ -23,7 +23,7 @@ from typing import TypeVar
 from bigload.checkpoint.byte_source import PositionalReader, address_text, read_range, scheme_of
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.index import resolve_shard
-from bigload.checkpoint.source import is_there
+from bigload.checkpoint.sources.listings import is_there
 from bigload.documents import check_schema, parse_json
 from bigload.errors import AccessDeniedError, DamagedOutputError, ManifestNotFoundError, ReadError
 from bigload.machine.activities import NO_RECORDER

@@ -339,6 +339,21 @@ class Component:
     checkpoint: Checkpoint | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseTensors:
+    """What a delta takes from its base.
+
+    Attributes:
+        path: Folder of the base.
+        folder: What the names of its files begin with.
+        digests: Digests of the tensors that it gives, by name.
+    """
+
+    path: str
+    folder: str
+    digests: Mapping[str, str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A validated checkpoint, opened by `bigload.open_checkpoint`; holds no weights.
@@ -353,6 +368,7 @@ class Checkpoint:
         assembled: What those of `tensors` are made of that lie in several pieces. Their spans name no file.
         components: Of a pipeline, in the order of `model_index.json`; empty for a model. Tensors of a pipeline are
             named `component.tensor`, and its shards `component/file`.
+        base: Of a delta, what it takes from another checkpoint. Files of that are named from `root` on too.
     """
 
     path: str
@@ -364,6 +380,7 @@ class Checkpoint:
     warnings: tuple[CheckpointWarning, ...] = ()
     assembled: Mapping[str, AssembledTensor] = field(default_factory=dict)
     components: tuple[Component, ...] = ()
+    base: BaseTensors | None = None
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:

@@ -47,6 +47,9 @@ class RecordedDigests:
 
     def of(self, tensor: TensorInfo) -> str | None:
         """Return the digest of a stored tensor; None where there is none."""
+        base = self.checkpoint.base
+        if base is not None and tensor.name in base.digests:
+            return base.digests[tensor.name]
         file, record = tensor.span.file, self.file(tensor.span.file)
         if record is None:
             return None

@@ -51,7 +51,7 @@ from bigload.checkpoint.pipeline import (
     listed_components,
     listed_modules,
 )
-from bigload.checkpoint.sources.listings import identity_of, listed
+from bigload.checkpoint.sources.listings import is_there, listed
 from bigload.checkpoint.sources.small_reads import GUESSED_BYTES
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import (
@@ -66,6 +66,9 @@ from bigload.units import counted
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+DELTA_FILE = "bigload-delta.json"
+"""See `delta.py`, which is imported when there is one."""
 
 KNOWN_SCHEMES = ("file", "hf", "https", "s3", "gs", "az")
 
@@ -260,7 +263,8 @@ def _open_remote(location: Path, *, trusts_recent: bool) -> Checkpoint:
 
 
 def _open_folder(root: Path, path: str) -> Checkpoint:
-    return _open_names(root, sorted(file.name for file in root.iterdir() if not file.is_dir()), path)
+    names = sorted(file.name for file in root.iterdir() if not file.is_dir())
+    return _open_delta(root, path) if DELTA_FILE in names else _open_names(root, names, path)
 
 
 def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
@@ -312,6 +316,18 @@ def _main_file_of_library(names: list[str]) -> str | None:
     files = (f"{base}{suffix}" for form in FORMATS.values() for base in LIBRARY_BASES for suffix in form.suffixes)
     indexes = [name for name in names if name.endswith(".index.json")]
     return next((file for file in files if file in names), indexes[0] if len(indexes) == 1 else None)
+
+
+def _open_delta(root: Path, path: str) -> Checkpoint:
+    """Open a delta and its base, both on this machine."""
+    from bigload.checkpoint.delta import open_delta
+
+    return open_delta(
+        root,
+        path,
+        open_folder=lambda place: _open_folder(place, str(place)),
+        open_files=lambda files: _open_files(root, DELTA_FILE, list(files), path),
+    )
 
 
 def _open_pipeline(root: Path, listed: list[str], path: str) -> Checkpoint:
@@ -382,24 +398,6 @@ def _open_by_known_names(root: Path, path: str) -> Checkpoint:
         if is_there(root / form.default_index):
             return _open_sharded(root, form.default_index, path)
     raise CheckpointNotFoundError(path, f"none of {', '.join(main_files())} can be read there")
-
-
-def is_there(location: Path) -> bool:
-    """Return whether there is a file at a local or pinned location.
-
-    Raises:
-        AccessDeniedError: a service refuses it to this user.
-        ReadError: the service cannot be asked.
-    """
-    if scheme_of(location).is_local:
-        return location.exists()
-    try:
-        identity_of(location)
-    except ReadError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return False
-        raise
-    return True
 
 
 def _one_of(root: Path, files: list[str]) -> str | None:

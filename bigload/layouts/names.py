@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from bigload.checkpoint.index import read_beside
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
-from bigload.checkpoint.source import is_there
+from bigload.checkpoint.sources.listings import is_there
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.conversion_file import check_pieces, conversion_from_values, conversion_to_values
 from bigload.conversion.derived import derived_conversion, has_transformers_5

@@ -48,6 +48,7 @@ class ReshardOptions:
     any_expert_size: bool = False
     names: NameScheme | None = None
     transforms: tuple[Transform, ...] = ()
+    base: Path | str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     offload_format: OffloadFormat = OffloadFormat.SAFETENSORS
     verify: Verify = Verify.FULL

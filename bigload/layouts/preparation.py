@@ -19,6 +19,7 @@ from bigload.checkpoint.pipeline import refuse_pipeline
 from bigload.conversion.computed_tensor import ComputedTensor, Operand
 from bigload.errors import NotEnoughSpaceError, OptionError, OutputExistsError, WriteError
 from bigload.extras import require
+from bigload.layouts.deltas import as_delta, left_to_base
 from bigload.layouts.dtype_rules import config_with_dtype
 from bigload.layouts.layout import LayoutRequest
 from bigload.layouts.names import CONVERSION_FILE, named_tensors
@@ -117,6 +118,7 @@ def prepare_reshard(
         named = transform.apply(named)
     if plan is not None:
         _check_planned_forms(checkpoint, named)
+    named, delta = left_to_base(checkpoint, named, options, plan=plan, target=target)
     request = LayoutRequest(
         checkpoint=named.checkpoint,
         sources=named.sources,
@@ -124,7 +126,8 @@ def prepare_reshard(
         options=asked,
         can_share_blocks=can_share_blocks,
     )
-    output = lay_out(request)
+    laid_out = lay_out(request)
+    output = as_delta(laid_out, delta)
     documents = {**named.documents, **_config_document(checkpoint, named, output, options)}
     output = replace(output, documents={**documents, **output.documents}, notes=(*named.notes, *output.notes))
     check_apart(checkpoint, target)
@@ -144,7 +147,7 @@ def prepare_reshard(
         side_files=beside,
         notes=notes,
         kernel=kernel,
-        recorded=recorded_options(asked, output.layout),
+        recorded=recorded_options(asked, laid_out.layout),
     )
     sizes = {file: found.num_bytes for file, found in prepared.identities.items()}
     spans = (span for file in output.files for tensor in file.tensors for span in tensor.spans)

@@ -87,6 +87,7 @@ def reshard(
     any_expert_size: bool = False,
     names: NameScheme | str | None = None,
     transforms: Sequence[Transform] = (),
+    base: str | Path | None = None,
     metadata: Mapping[str, str] | None = None,
     offload_format: OffloadFormat | str = OffloadFormat.SAFETENSORS,
     verify: Verify | str = Verify.FULL,
@@ -116,6 +117,8 @@ def reshard(
         names: `transformers` for the tensors that its models have in memory, renamed and fused, so that a load has
             nothing to convert; `checkpoint` for those of the original files. When left out: as they are stored.
         transforms: What happens to tensors on their way, in this order: `Rename`, `Drop` and others.
+        base: A checkpoint on this machine, with a manifest: tensors that are the same there are not written, and read
+            there afterwards. A relative path stays relative to `out`.
         metadata: Texts for the `__metadata__` of each safetensors file.
         offload_format: `safetensors`, or `dat` as accelerate has it.
         verify: `full`: read everything back and compare it; `size`; or `none`.
@@ -154,6 +157,7 @@ def reshard(
                 any_expert_size=any_expert_size,
                 names=None if names is None else parse_choice("names", names, NameScheme),
                 transforms=tuple(transforms),
+                base=base,
                 metadata=metadata or {},
                 offload_format=parse_choice("offload_format", offload_format, OffloadFormat),
                 verify=parse_choice("verify", verify, Verify),

@@ -96,6 +96,8 @@ def recorded_options(options: ReshardOptions, layout: str) -> dict[str, object]:
         recorded["names"] = options.names.value
     if options.transforms:
         recorded["transforms"] = [str(transform) for transform in options.transforms]
+    if options.base is not None:
+        recorded["base"] = str(options.base)
     if options.dtypes.dtype is not None:
         recorded |= {"dtype": options.dtypes.dtype.name, "keep_fp32": list(options.dtypes.keep_fp32)}
     return recorded | {name: options.value(name) for name in layout_named(layout).recorded_options}
@@ -152,7 +154,7 @@ def _check_change(request: LayoutRequest, output: Output) -> None:
 
     Another order or number of files is no change by itself; safetensors in place of torch files are.
     """
-    changes = ("layout", "dtypes", "tp", "names", "transforms", "metadata", "max_shard_bytes")
+    changes = ("layout", "dtypes", "tp", "names", "transforms", "base", "metadata", "max_shard_bytes")
     is_default = request.plan is None and all(map(request.options.is_default, changes))
     shards, after = request.checkpoint.shards, len(output.files)
     if is_default and 5 * abs(after - len(shards)) <= after and FORMATS[shards[0].format].is_written:

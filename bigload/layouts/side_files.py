@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import expect_reads, read_range, scheme_of
+from bigload.checkpoint.delta import DELTA_FILE
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.checkpoint.model import Checkpoint
@@ -192,7 +193,7 @@ def _small_files(checkpoint: Checkpoint, taken: Collection[str], weights: OtherW
     is_alone = is_single_file(checkpoint)
     carried = {name.partition("/")[0] for name in weights.carried}
     for entry in sorted(checkpoint.root.iterdir()):
-        if entry.name in taken or entry.name.startswith(".") or entry.name in (PLAN_FILE, MANIFEST_FILE):
+        if entry.name in taken or entry.name.startswith(".") or entry.name in (PLAN_FILE, MANIFEST_FILE, DELTA_FILE):
             continue
         if entry.is_file():
             is_telling = entry.name in _TELLING_NAMES or entry.name.startswith("tokenizer")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
 from bigload.checkpoint.sources.ranged_source import missing
+from bigload.errors import ReadError
 
 _listed: ContextVar[tuple[Path, Mapping[str, SourceIdentity]] | None] = ContextVar("listed", default=None)
 
@@ -50,3 +51,21 @@ def identities_now(root: Path, files: Collection[str]) -> Callable[[str], Source
     is_listed = scheme.list_folder is not None and scheme.has_strong_versions and len(files) > 1
     listing = scheme.list_folder(root) if scheme.list_folder is not None and is_listed else {}
     return lambda file: listing.get(file) or scheme.identity(root / file)
+
+
+def is_there(location: Path) -> bool:
+    """Return whether there is a file at a local or pinned location.
+
+    Raises:
+        AccessDeniedError: a service refuses it to this user.
+        ReadError: the service cannot be asked.
+    """
+    if scheme_of(location).is_local:
+        return location.exists()
+    try:
+        identity_of(location)
+    except ReadError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return False
+        raise
+    return True

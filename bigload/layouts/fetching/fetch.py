@@ -173,6 +173,9 @@ def prepare_fetch(
     if checkpoint.format == "dcp" or checkpoint.assembled:
         hint = "reshard reads it where it is, and writes one folder of safetensors: bigload reshard SOURCE OUT"
         raise UnsupportedFormatError(checkpoint.path, "fetch copies no distributed checkpoints", hint=hint)
+    if checkpoint.base is not None:
+        hint = "reshard writes it whole: bigload reshard SOURCE OUT --layout shards"
+        raise UnsupportedFormatError(checkpoint.path, "fetch copies no deltas", hint=hint)
     target = output_folder(checkpoint.name if out is None else out)
     check_apart(checkpoint, target)
     files = folder_files(checkpoint, include=asked.include, exclude=asked.exclude)

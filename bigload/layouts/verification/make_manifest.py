@@ -154,14 +154,16 @@ def write_manifest(
     )
     if before is not None:
         manifest = _extended(before, manifest, target)
-    if manifest != before:
+    newest = max((state.st_mtime_ns for state in states.values()), default=0)
+    is_written = manifest != before or target.stat().st_mtime_ns < newest  # it says now that they are the same
+    if is_written:
         _write(manifest, target)
     return ManifestReport(
         path=target,
         folder=root,
         manifest=manifest,
         compared=tuple(file for file in files if file in versions),
-        is_written=manifest != before,
+        is_written=is_written,
         read_bytes=sum(each.read_bytes for each in digests.values()),
         seconds=time.monotonic() - began,
     )

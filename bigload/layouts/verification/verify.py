@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
+from bigload.checkpoint.delta import DELTA_FILE, read_delta
 from bigload.checkpoint.formats.registry import format_of, read_shard_header
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest, read_manifest_file
@@ -161,11 +162,15 @@ def verify(
     num_threads, open_file = readers_of(sizes, threads, is_local=scheme_of(root).is_local)
     tally = Tally(known.num_bytes, on_progress)
     checks = {file: _FileCheck(root, file, record, open_file, tally) for file, record in known.files.items()}
+    checks |= {
+        name: _FileCheck(place, file, record, open_file, Tally(0, ignore_progress), name=name)
+        for name, place, file, record in _base_files(root, known)
+    }
     look = _FileCheck.size if level == Level.SIZE else _FileCheck.everything
     found: dict[str, tuple[FileProblem, ...]] = {}
 
     def work(check: _FileCheck) -> None:
-        found[check.file] = look(check)
+        found[check.name] = look(check)
 
     # The largest first: the last file to end should not be the one that takes longest.
     run_jobs(work, sorted(checks.values(), key=lambda check: -check.record.num_bytes), threads=num_threads)
@@ -173,12 +178,25 @@ def verify(
         folder=root,
         manifest=known,
         level=Level(level),
-        problems=tuple(problem for file in known.files for problem in found[file]),
+        problems=tuple(problem for file in checks for problem in found[file]),
         warnings=tuple(_extra_files(root, known)),
         undigested=tuple(file for file, record in known.files.items() if record.digest is None),
         read_bytes=sum(check.read_bytes for check in checks.values()),
         seconds=time.monotonic() - began,
     )
+
+
+def _base_files(root: Path, manifest: Manifest) -> Iterator[tuple[str, Path, str, FileRecord]]:
+    """Yield name, folder, file and record of what a delta takes from its base; nothing of other folders."""
+    if DELTA_FILE not in manifest.files or not scheme_of(root).is_local:
+        return
+    try:
+        delta = read_delta(root)
+    except (InvalidCheckpointError, OSError):
+        return  # the file itself is listed as damaged
+    for shard in delta.shards:
+        record = FileRecord(num_bytes=shard.num_bytes, digest=None, tensors=delta.tensors)
+        yield f"{delta.base}/{shard.file}", root / delta.base, shard.file, record
 
 
 def _located(folder: str | Path) -> Path:
@@ -196,8 +214,18 @@ def _located(folder: str | Path) -> Path:
 class _FileCheck:
     """Comparison of one file with its record; used by one thread."""
 
-    def __init__(self, root: Path, file: str, record: FileRecord, open_file: OpenPieces, tally: Tally) -> None:
+    def __init__(
+        self,
+        root: Path,
+        file: str,
+        record: FileRecord,
+        open_file: OpenPieces,
+        tally: Tally,
+        *,
+        name: str | None = None,
+    ) -> None:
         self.file = file
+        self.name = name or file  # a file of a delta's base is called by its path from the delta
         self.record = record
         self.read_bytes = 0
         self._root = root
@@ -284,7 +312,8 @@ class _FileCheck:
 
     def _other_names(self, tensors: Mapping[str, TensorInfo]) -> Iterator[FileProblem]:
         """Yield a problem if the header names other tensors than were written."""
-        differing = tensors.keys() ^ self.record.tensors.keys() if self._has_header else ()
+        is_whole = self._has_header and self.name == self.file
+        differing = tensors.keys() ^ self.record.tensors.keys() if is_whole else ()
         if differing:
             name = min(differing)
             place = "has" if name in tensors else "lacks"
@@ -305,7 +334,7 @@ class _FileCheck:
     def _problem(
         self, code: str, text: str, *, tensor: str | None = None, start: int | None = None, stop: int | None = None
     ) -> FileProblem:
-        return FileProblem(code=code, file=self.file, text=text, tensor=tensor, start=start, stop=stop)
+        return FileProblem(code=code, file=self.name, text=text, tensor=tensor, start=start, stop=stop)
 
 
 def _stored_bytes(place: Path) -> int | None:

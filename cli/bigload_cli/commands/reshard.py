@@ -168,6 +168,12 @@ def reshard(
         list[str] | None,
         typer.Option("--only", metavar="PATTERN", help="Leave all other tensors out. Repeat for more."),
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", metavar="OTHER", help="Write only tensors that differ from OTHER, where the rest is read then."
+        ),
+    ] = None,
     set_metadata: Annotated[
         list[str] | None,
         typer.Option("--set-metadata", metavar="KEY=VALUE", help="Write this into each file's header."),
@@ -254,6 +260,7 @@ def reshard(
             any_expert_size=any_expert_size,
             names=names,
             transforms=tuple(transforms_given(ctx, values, made_by)),
+            base=base,
             metadata=metadata_given(set_metadata or ()),
             offload_format=offload_format,
             verify=verify,
