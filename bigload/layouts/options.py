@@ -34,6 +34,8 @@ ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 class ReshardOptions:
     """Options of `bigload.reshard`, which describes them; `dtypes` is its `dtype` and `keep_fp32`.
 
+    `stages` are the modules of each of `pp` stages, as a plan for ranks has them.
+
     Raises:
         OptionError: a number is too small.
     """
@@ -44,6 +46,8 @@ class ReshardOptions:
     dtypes: DTypeRule = field(default_factory=DTypeRule)
     tp: int | None = None
     tp_rules: Mapping[str, str] | str | Path | None = None
+    pp: int | None = None
+    stages: tuple[tuple[str, ...], ...] | None = None
     vllm_version: str = VLLM_VERSION
     any_expert_size: bool = False
     names: NameScheme | None = None
@@ -61,6 +65,7 @@ class ReshardOptions:
     def __post_init__(self) -> None:
         for name, least, expected in (
             ("tp", 1, "1 rank or more"),
+            ("pp", 1, "1 stage or more"),
             ("max_shard_bytes", 1, "1 byte or more, or none for one file"),
             ("threads", 1, "1 or more"),
             ("max_inflight", LEAST_BYTES_PER_THREAD, f"{format_size(LEAST_BYTES_PER_THREAD)} or more"),

@@ -26,7 +26,7 @@ from bigload.layouts.names import CONVERSION_FILE, named_tensors
 from bigload.layouts.options import DEFAULTS, REMOTE_THREADS, ReshardOptions
 from bigload.layouts.output import Output
 from bigload.layouts.scale_checks import check_scales
-from bigload.layouts.selection import lay_out, open_source, recorded_options
+from bigload.layouts.selection import lay_out, open_source, ranks_of_plan, recorded_options
 from bigload.layouts.side_files import CONFIG_FILE, SideFile, files_beside, is_single_file
 from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.layouts.transforms.gguf_values import DecodeGguf
@@ -41,6 +41,7 @@ from bigload.layouts.writing.staging import RESUME, check_output, replaced_folde
 from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.loading.checks import warn_of_whole_files
 from bigload.machine.cache_folder import cache_folder
+from bigload.planning.model_parallel.parallel_plan import ParallelPlan
 from bigload.planning.plan import Plan
 from bigload.units import format_size
 
@@ -96,15 +97,22 @@ class PreparedReshard:
 
 
 def prepare_reshard(
-    source: Plan | Checkpoint | str | Path, out: str | Path, options: ReshardOptions = DEFAULTS
+    source: Plan | ParallelPlan | Checkpoint | str | Path, out: str | Path, options: ReshardOptions = DEFAULTS
 ) -> PreparedReshard:
     """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
     target = output_folder(out)
+    source, options = ranks_of_plan(source, options)
     checkpoint, plan = open_source(source, checkpoint=options.checkpoint)
     is_gguf = checkpoint.format == GGUF.name
     if not is_gguf:
         check_data_is_read(checkpoint)
-    if options.layout not in (None, "shards") or options.tp is not None or plan is not None or is_gguf:
+    if (
+        options.layout not in (None, "shards")
+        or options.tp is not None
+        or options.pp is not None
+        or plan is not None
+        or is_gguf
+    ):
         refuse_pipeline(checkpoint, asked="layout but shards, of safetensors and torch files,")
     if options.names is not None or options.transforms:
         refuse_pipeline(checkpoint, asked="change of names or tensors")

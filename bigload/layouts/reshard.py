@@ -32,6 +32,7 @@ from bigload.layouts.preparation import PreparedReshard, add_room, prepare_resha
 from bigload.layouts.transforms.transform import Transform
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.planning.choices import NameScheme
+from bigload.planning.model_parallel.parallel_plan import ParallelPlan
 from bigload.planning.plan import Plan
 
 
@@ -73,7 +74,7 @@ class ReshardReport:
 
 
 def reshard(
-    source: Plan | Checkpoint | str | Path,
+    source: Plan | ParallelPlan | Checkpoint | str | Path,
     out: str | Path,
     *,
     layout: str | None = None,
@@ -83,6 +84,7 @@ def reshard(
     keep_fp32: Sequence[str] = (),
     tp: int | None = None,
     tp_rules: Mapping[str, str] | str | Path | None = None,
+    pp: int | None = None,
     vllm_version: str = VLLM_VERSION,
     any_expert_size: bool = False,
     names: NameScheme | str | None = None,
@@ -102,7 +104,7 @@ def reshard(
     """Write a checkpoint to the new folder `out`, in another layout.
 
     Args:
-        source: A plan or the path of a plan file, or a checkpoint or its path.
+        source: A plan, of one machine or for ranks, or the path of a plan file; or a checkpoint or its path.
         out: Must not exist, or be empty. It appears when everything is written, flushed and verified.
         layout: `devices` (of plans), `offload`, `shards` (of checkpoints), `dcp`, `ranks` or `vllm` (both with `tp`).
         checkpoint: Where the checkpoint of a plan is, if not where the plan says.
@@ -112,6 +114,7 @@ def reshard(
         tp: Number of tensor-parallel ranks.
         tp_rules: Rules that divide tensors, by pattern of their module's name, or a file of rules. They take precedence
             over the rules of the architecture.
+        pp: Number of pipeline stages, each of `tp` ranks, whose fullest rank is least full.
         vllm_version: Version of vLLM whose names the layout `vllm` writes.
         any_expert_size: vLLM's kernel will take experts of any size as they are, as Triton's does.
         names: `transformers` for the tensors that its models have in memory, renamed and fused, so that a load has
@@ -153,6 +156,7 @@ def reshard(
                 dtypes=dtype_rule(dtype, keep_fp32=keep_fp32),
                 tp=tp,
                 tp_rules=tp_rules,
+                pp=pp,
                 vllm_version=vllm_version,
                 any_expert_size=any_expert_size,
                 names=None if names is None else parse_choice("names", names, NameScheme),

@@ -14,6 +14,12 @@ from bigload.layouts.layout import LayoutRequest, OutputLayout
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output
 from bigload.layouts.registry import LAYOUTS, layout_named
+from bigload.planning.model_parallel.parallel_plan import ParallelPlan
+from bigload.planning.model_parallel.parallel_plan_file import (
+    is_parallel_plan,
+    open_parallel_planned,
+    read_parallel_plan,
+)
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
 from bigload.units import counted, format_size
@@ -37,11 +43,52 @@ def open_source(
         plan_file = Path(source)
         source = read_plan(plan_file)
     if isinstance(source, Plan):
-        place = checkpoint or _path_of(source, plan_file)
+        place = checkpoint or _path_of(source.checkpoint_path, plan_file)
         return open_planned(source, place, source=str(plan_file or "the plan")), source
     if checkpoint is not None:
         raise OptionError.of("checkpoint", str(checkpoint), "nothing, when the source is a checkpoint itself")
     return source if isinstance(source, Checkpoint) else open_checkpoint(str(source)), None
+
+
+def ranks_of_plan(
+    source: Plan | ParallelPlan | Checkpoint | str | Path, options: ReshardOptions
+) -> tuple[Plan | Checkpoint | str | Path, ReshardOptions]:
+    """Return `source` and `options`; of a plan for ranks, or the path of one, its checkpoint and what it decides.
+
+    Raises:
+        OptionError: an option that the plan decides, or that would write other bytes than it counted.
+        StalePlanError, InvalidPlanError, CheckpointError: see `open_parallel_planned`.
+    """
+    plan_file = None
+    if isinstance(source, str | Path) and _is_plan_file(Path(source)) and is_parallel_plan(source):
+        plan_file = Path(source)
+        source = read_parallel_plan(plan_file)
+    if not isinstance(source, ParallelPlan):
+        return source, options
+    for name in ("tp", "tp_rules", "pp", "names", "transforms"):
+        if not options.is_default(name):
+            raise OptionError.of(
+                name, options.value(name), "nothing with a plan for ranks, which decides what is written"
+            )
+    if options.layout not in (None, "ranks"):
+        raise OptionError.of("layout", options.layout, "ranks, for which the plan is")
+    planned = source.options.workload.load_dtype
+    if options.dtypes.keep_fp32 or (options.dtypes.dtype is not None and options.dtypes.dtype != planned):
+        counted_as = "as they are stored" if planned is None else f"as {planned}"
+        found = options.dtypes.dtype if options.dtypes.dtype is not None else list(options.dtypes.keep_fp32)
+        raise OptionError.of("dtype", str(found), f"none: the plan counted weights {counted_as}")
+    place = options.checkpoint or _path_of(source.checkpoint_path, plan_file)
+    opened = open_parallel_planned(source, place, source=str(plan_file or "the plan"))
+    decided = replace(
+        options,
+        layout="ranks",
+        checkpoint=None,
+        tp=source.grid.tp,
+        tp_rules=source.tp_rules or None,
+        pp=source.grid.pp,
+        stages=source.stages,
+    )
+    return opened, decided
 
 
 def _is_plan_file(path: Path) -> bool:
@@ -51,9 +98,9 @@ def _is_plan_file(path: Path) -> bool:
     return not path.exists() or (path.is_file() and not path.name.endswith(".index.json"))
 
 
-def _path_of(plan: Plan, plan_file: Path | None) -> Path:
-    """Return where the plan's checkpoint is: as written, or else as seen from the plan file's own folder."""
-    path = Path(plan.checkpoint_path)
+def _path_of(written: str, plan_file: Path | None) -> Path:
+    """Return where a plan's checkpoint is: as `written`, or else as seen from the plan file's own folder."""
+    path = Path(written)
     beside = plan_file.parent / path if plan_file is not None else path
     return beside if beside.exists() and not path.exists() else path
 
@@ -66,7 +113,7 @@ def lay_out(request: LayoutRequest) -> Output:
     """
     options, tensors = request.options, request.checkpoint.tensors.values()
     name = options.layout or ("shards" if request.plan is None else "devices")
-    if options.layout is None and (options.tp is not None or options.tp_rules is not None):
+    if options.layout is None and not all(map(options.is_default, ("tp", "tp_rules", "pp"))):
         name = "ranks"
     layout = layout_named(name)
     _check_options(name, layout, options, request.plan)
@@ -100,7 +147,8 @@ def recorded_options(options: ReshardOptions, layout: str) -> dict[str, object]:
         recorded["base"] = str(options.base)
     if options.dtypes.dtype is not None:
         recorded |= {"dtype": options.dtypes.dtype.name, "keep_fp32": list(options.dtypes.keep_fp32)}
-    return recorded | {name: options.value(name) for name in layout_named(layout).recorded_options}
+    own = {name: options.value(name) for name in layout_named(layout).recorded_options}
+    return recorded | {name: value for name, value in own.items() if value is not None}
 
 
 def _check_options(name: str, layout: OutputLayout, options: ReshardOptions, plan: Plan | None) -> None:

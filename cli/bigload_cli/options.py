@@ -76,6 +76,7 @@ TpRulesOption = Annotated[
     Path | None,
     typer.Option("--tp-rules", metavar="FILE", help="Rules that divide tensors, before those of the architecture."),
 ]
+PpOption = Annotated[int | None, typer.Option("--pp", metavar="N", min=1, help="Number of pipeline stages.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to replace anything.")]
 JsonOption = Annotated[
     bool, typer.Option("--json", "-j", help="One JSON document instead of a table, also of a failure.")

@@ -1,10 +1,13 @@
-"""One folder per tensor-parallel rank, so that each rank reads its own file and nothing else.
+"""One folder per rank, tensor-parallel within pipeline stages, so that each reads its own file and nothing else.
 
 out/config.json ...                     of the model; the root is no checkpoint, it has no index
 out/rank-0/config.json                  a copy of it
 out/rank-0/model.safetensors            what rank 0 holds, each tensor under its name; or numbered files and an index
 out/rank-1/model.safetensors
 out/ranks.json                          how every tensor is divided (docs/schemas/ranks-1.0.json); written last
+
+With several stages, rank `stage * tp + n` has the part of tensor-parallel rank n of the tensors of its stage, and
+`ranks.json` is of version 2.0, which readers of 1.0 refuse.
 
 A rank's folder is a checkpoint for every reader of safetensors, of tensors that are slices. Its `config.json` is a copy
 of the model's, and describes the whole tensors.
@@ -13,8 +16,8 @@ of the model's, and describes the whole tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,16 +26,22 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.documents import DocumentError, check_schema, parse_json, read_file
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.layouts.layout import LayoutRequest, OutputLayout, base_name, index_of, one_or_numbered, split
-from bigload.layouts.output import Output, OutputTensor
+from bigload.layouts.options import ReshardOptions
+from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.loading.slices import Slice
+from bigload.planning.model.module_tree import key_above
+from bigload.planning.model_parallel.divided_model import DividedModel
+from bigload.planning.options import PlanOptions
 from bigload.planning.plan import Plan, PlanNote
 from bigload.planning.tensor_parallel.division import MAX_RANKS, Division, Range
 from bigload.planning.tensor_parallel.partition import Partition, partition
 from bigload.planning.tensor_parallel.rules import read_tp_rules
+from bigload.planning.workload import Workload
 from bigload.units import MIB
 
 RANKS_FILE = "ranks.json"
 SCHEMA = "bigload.ranks/1.0"
+STAGES_SCHEMA = "bigload.ranks/2.0"
 MAX_DOCUMENT_BYTES = 512 * MIB
 """Some thousand bytes for each of the 100 000 tensors that the largest models have."""
 
@@ -45,41 +54,58 @@ def rank_folder(rank: int) -> str:
 
 
 def lay_out(request: LayoutRequest) -> Output:
-    """Return the files of `tp` ranks, each with its part of every tensor, in the order in which a load needs them.
+    """Return the files of all ranks, each with its part of every tensor, in the order in which a load needs them.
 
-    Files with the same number have the same tensors, and follow each other: what is read for one rank is still cached
-    for the next. `tp_rules`, words by pattern or a file of them, go before those of the model's type.
+    Files of a stage with the same number have the same tensors, and follow each other: what is read for one rank is
+    still cached for the next. `tp_rules`, words by pattern or a file of them, go before those of the model's type. What
+    is below none of the `stages` of a plan is left out.
 
     Raises:
         PartitionError: see `read_tp_rules` and `partition`, both of `bigload.planning`.
+        OptionError: the model has fewer blocks than stages.
     """
-    checkpoint, options = request.checkpoint, request.options
+    options = request.options
+    assert options.tp is not None, "required_options"
+    divided, stages = _divided(request.checkpoint, options)
+    base = base_name(request.checkpoint)
+    files: list[OutputFile] = []
+    documents: dict[str, bytes] = {}
+    tensors = request.in_execution_order()
+    by_stage = [tensors] if stages is None else [_of_stage(tensors, modules) for modules in stages]
+    for stage, held in enumerate(by_stage):
+        # The first rank has the largest pieces (torch.chunk), so what fits into its files fits into those of all.
+        groups = split([_part(tensor, divided, 0) for tensor in held], options.max_shard_bytes)
+        by_rank = [
+            one_or_numbered(
+                [[_part(tensor, divided, rank) for tensor in group] for group in groups],
+                folder=rank_folder(stage * options.tp + rank),
+                base=base,
+            )
+            for rank in range(options.tp)
+        ]
+        for rank, of_rank in enumerate(by_rank, start=stage * options.tp):
+            if len(of_rank) > 1:
+                documents |= index_of(of_rank, rank_folder(rank), base=base)
+        files += [file for same_number in zip(*by_rank, strict=True) for file in same_number]
+    documents[RANKS_FILE] = _document(divided, by_stage)
+    return Output(files=tuple(files), documents=documents, notes=tuple(note.text for note in divided.notes))
+
+
+def _divided(checkpoint: Checkpoint, options: ReshardOptions) -> tuple[Partition, Sequence[Sequence[str]] | None]:
+    """Return how ranks divide tensors, and the modules of each stage; `None` for all tensors in one."""
     assert options.tp is not None, "required_options"
     rules = options.tp_rules
     words = read_tp_rules(rules) if isinstance(rules, str | Path) else rules
-    divided = partition(checkpoint, tp=options.tp, rules=words)
-    tensors = request.in_execution_order()
-    # The first rank has the largest pieces (torch.chunk), so what fits into its files fits into those of all.
-    groups = split([_part(tensor, divided, 0) for tensor in tensors], options.max_shard_bytes)
-    base = base_name(checkpoint)
-    by_rank = [
-        one_or_numbered(
-            [[_part(tensor, divided, rank) for tensor in group] for group in groups],
-            folder=rank_folder(rank),
-            base=base,
-        )
-        for rank in range(options.tp)
-    ]
-    documents: dict[str, bytes] = {}
-    for rank, files in enumerate(by_rank):
-        if len(files) > 1:
-            documents |= index_of(files, rank_folder(rank), base=base)
-    documents[RANKS_FILE] = _document(divided, {tensor.name: tensor for tensor in tensors})
-    return Output(
-        files=tuple(file for same_number in zip(*by_rank, strict=True) for file in same_number),
-        documents=documents,
-        notes=tuple(note.text for note in divided.notes),
-    )
+    if options.stages is not None or (options.pp or 1) == 1:
+        return partition(checkpoint, tp=options.tp, rules=words), options.stages
+    # without a plan to say what is left out, layers that only predict further tokens are written too
+    model = DividedModel.of(checkpoint, options.tp, PlanOptions(keep_extra_layers=True), words)
+    return model.divided, model.stages(options.pp or 1, Workload())
+
+
+def _of_stage(tensors: Iterable[OutputTensor], modules: Sequence[str]) -> list[OutputTensor]:
+    names = frozenset(modules)
+    return [tensor for tensor in tensors if key_above(tensor.name, names) is not None]
 
 
 def _part(tensor: OutputTensor, divided: Partition, rank: int) -> OutputTensor:
@@ -89,19 +115,30 @@ def _part(tensor: OutputTensor, divided: Partition, rank: int) -> OutputTensor:
     return replace(tensor, parts=parts)
 
 
-def _document(divided: Partition, wholes: Mapping[str, OutputTensor]) -> bytes:
+def _document(divided: Partition, by_stage: Sequence[Sequence[OutputTensor]]) -> bytes:
     """Return the text of `ranks.json`, a line for each tensor."""
-    head = {"schema": SCHEMA, "tp": divided.tp, "notes": [{"code": n.code, "text": n.text} for n in divided.notes]}
+    wholes = {tensor.name: tensor for held in by_stage for tensor in held}
+    stages: dict[str, list[int]] = {}
+    for stage, held in enumerate(by_stage):
+        for tensor in held:
+            stages.setdefault(tensor.name, []).append(stage)
+    head: dict[str, object] = {"schema": SCHEMA, "tp": divided.tp}
+    if len(by_stage) > 1:
+        head |= {"schema": STAGES_SCHEMA, "pp": len(by_stage)}
+    head["notes"] = [{"code": n.code, "text": n.text} for n in divided.notes]
     entries = (
-        f"    {_json(name)}: {_json(_entry(division, wholes[name]))}" for name, division in divided.divisions.items()
+        f"    {_json(name)}: {_json(_entry(division, wholes[name], stages[name] if len(by_stage) > 1 else None))}"
+        for name, division in divided.divisions.items()
+        if name in wholes
     )
     text = "{\n" + "".join(f"  {_json(key)}: {_json(value)},\n" for key, value in head.items())
     return (text + '  "tensors": {\n' + ",\n".join(entries) + "\n  }\n}\n").encode()
 
 
-def _entry(division: Division, whole: OutputTensor) -> dict[str, object]:
+def _entry(division: Division, whole: OutputTensor, stages: Sequence[int] | None) -> dict[str, object]:
     entry: dict[str, object] = {"dtype": whole.dtype.name, "shape": list(whole.shape), "dim": division.dim}
-    return entry if division.dim is None else {**entry, "ranges": division.ranges}
+    entry |= {} if division.dim is None else {"ranges": division.ranges}
+    return entry if stages is None else {**entry, "stages": stages}
 
 
 def _json(value: object) -> str:
@@ -115,10 +152,10 @@ def _next_step(out: str, output: Output, plan: Plan | None) -> str:  # noqa: ARG
 
 LAYOUT = OutputLayout(
     lay_out=lay_out,
-    own_options=("tp", "tp_rules"),
+    own_options=("tp", "tp_rules", "pp", "stages"),
     takes_names=False,
     required_options={"tp": "the number of ranks"},
-    recorded_options=("tp",),
+    recorded_options=("tp", "pp"),
     next_step=_next_step,
 )
 
@@ -131,6 +168,8 @@ class RanksFolder:
         shapes: Of every whole tensor by name.
         divisions: What each rank holds of it, by name.
         notes: What is worth knowing about the division.
+        pp: Number of pipeline stages, each of `tp` ranks.
+        stages: Those that hold a tensor, by its name; of one stage, none is named.
     """
 
     root: Path
@@ -138,28 +177,53 @@ class RanksFolder:
     shapes: Mapping[str, tuple[int, ...]]
     divisions: Mapping[str, Division]
     notes: tuple[PlanNote, ...] = ()
+    pp: int = 1
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """Return the stages that hold the tensor `name`."""
+        return self.stages.get(name, (0,))
+
+    def stage(self, stage: int) -> RanksFolder:
+        """Return what `stage` holds, for a model that has nothing else.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        if not 0 <= stage < self.pp:
+            raise ValueError(f"stage {stage} of {self.pp}")
+        held = [name for name in self.shapes if stage in self.stages_of(name)]
+        return replace(
+            self,
+            shapes={name: self.shapes[name] for name in held},
+            divisions={name: self.divisions[name] for name in held},
+            stages=dict.fromkeys(held, (stage,)),
+        )
 
     def checkpoint(self, rank: int) -> Checkpoint:
-        """Open the checkpoint of `rank`, whose tensors are its parts of the whole ones.
+        """Open the checkpoint of `rank`, whose tensors are its parts of the whole ones of its stage.
 
         Raises:
             ValueError: there is no such rank.
             CheckpointNotFoundError, InvalidCheckpointError: its folder is not there, or does not hold what
                 `ranks.json` says.
         """
-        if not 0 <= rank < self.tp:
-            raise ValueError(f"rank {rank} of {self.tp}")
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank {rank} of {self.num_ranks}")
         folder = self.root / rank_folder(rank)
         if folder.is_symlink():
             raise _invalid(folder, [("link", "it is a link; a rank's folder lies in the folder of its layout")])
-        opened = open_checkpoint(folder)
-        problems = [("missing-tensor", f"{name!r:.200} is not in it") for name in self.shapes.keys() - opened.tensors]
-        problems += [
-            ("unknown-tensor", f"{name!r:.200} is not divided") for name in opened.tensors.keys() - self.shapes
-        ]
+        opened, stage = open_checkpoint(folder), rank // self.tp
+        held = {name for name in self.shapes if stage in self.stages_of(name)}
+        problems = [("missing-tensor", f"{name!r:.200} is not in it") for name in held - opened.tensors.keys()]
+        problems += [("unknown-tensor", f"{name!r:.200} is not divided") for name in opened.tensors.keys() - held]
         for name, tensor in opened.tensors.items():
-            if name in self.shapes:
-                shape = self.divisions[name].shape(self.shapes[name], rank)
+            if name in held:
+                shape = self.divisions[name].shape(self.shapes[name], rank % self.tp)
                 if tensor.shape != shape:
                     found, expected = list(tensor.shape), list(shape)
                     problems.append(("wrong-shape", f"{name!r:.200} has shape {found}, expected {expected}"))
@@ -186,12 +250,19 @@ def read_ranks(folder: str | Path) -> RanksFolder:
     tensors = document.get("tensors")
     if not isinstance(tensors, dict):
         raise _invalid(path, [("bad-ranks", 'expected "tensors": {name: {"shape": ..., "dim": ...}, ...}')])
+    pp = document.get("pp") if _has_stages(document) else 1
+    if not _is_count(pp) or not 1 <= pp <= MAX_RANKS:  # type: ignore[operator]
+        raise _invalid(path, [("bad-ranks", f'"pp" is {pp!r:.50}, expected 1 to {MAX_RANKS}')])
+    assert isinstance(pp, int)
     shapes: dict[str, tuple[int, ...]] = {}
     divisions: dict[str, Division] = {}
+    stages: dict[str, tuple[int, ...]] = {}
     problems = []
     for name, entry in tensors.items():
         try:
             shapes[name], divisions[name] = _parsed(entry, tp)
+            if pp > 1:
+                stages[name] = _stages(entry.get("stages"), pp)
         except ValueError as error:
             problems.append(("bad-ranks", f"tensor {name!r:.200}: {error}"))
     if problems:
@@ -202,6 +273,8 @@ def read_ranks(folder: str | Path) -> RanksFolder:
         shapes=shapes,
         divisions=divisions,
         notes=_notes(document.get("notes")),
+        pp=pp,
+        stages=stages,
     )
 
 
@@ -216,9 +289,14 @@ def _read(path: Path) -> Mapping[str, object]:
         code = "bad-ranks" if error.code == "too-large" else error.code
         raise _invalid(path, [(code, str(error))]) from None
     try:
-        return check_schema(document, SCHEMA)
+        return check_schema(document, STAGES_SCHEMA if _has_stages(document) else SCHEMA)
     except ValueError as error:
         raise _invalid(path, [("bad-ranks", str(error))]) from None
+
+
+def _has_stages(document: object) -> bool:
+    schema = document.get("schema") if isinstance(document, dict) else None
+    return str(schema).startswith(f"{STAGES_SCHEMA.partition('.0')[0]}.")
 
 
 def _parsed(entry: object, tp: int) -> tuple[tuple[int, ...], Division]:
@@ -238,6 +316,12 @@ def _parsed(entry: object, tp: int) -> tuple[tuple[int, ...], Division]:
         raise ValueError("a rank has no range, not even an empty one")
     _check_covered(division, shape[dim])
     return tuple(shape), division
+
+
+def _stages(found: object, pp: int) -> tuple[int, ...]:
+    if not isinstance(found, list) or not found or not all(_is_count(stage) and stage < pp for stage in found):
+        raise ValueError(f'expected "stages" below {pp}')
+    return tuple(found)
 
 
 def _range(part: object, size: int) -> Range:

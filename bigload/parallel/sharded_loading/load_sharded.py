@@ -17,6 +17,7 @@ from bigload.distributed.joining import current_process_group
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.errors import OptionError, UnknownTensorError, UnsupportedDTypeError
+from bigload.layouts.kinds.rank_slices import RanksFolder
 from bigload.loading.assign import Assignment
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.settings import Method, settings
@@ -75,7 +76,7 @@ class LoadedParts(dict[str, torch.Tensor]):
 @memory_errors("the part of this rank")
 def load_sharded(
     model: nn.Module,
-    checkpoint: Checkpoint | CheckpointView | str | Path,
+    checkpoint: Checkpoint | CheckpointView | RanksFolder | str | Path,
     *,
     divisions: Mapping[str, Division] | None = None,
     rank: int | None = None,
@@ -105,7 +106,9 @@ def load_sharded(
         checkpoint: What `open_checkpoint` takes, or the folder of parts that torch.distributed.checkpoint's
             `HuggingFaceStorageWriter(save_distributed=True)` wrote, from any number of ranks. A model of transformers
             gets what the installed version would make of the stored tensors when it renames, fuses, splits and reorders
-            them; a rank reads the elements of its part of the result. Or a view of one, by the names of `model`.
+            them; a rank reads the elements of its part of the result. Or a view of one, by the names of `model`. Or a
+            folder of ranks that `bigload reshard --tp` wrote; for a model of one pipeline stage,
+            `bigload.read_ranks(folder).stage(n)`.
         divisions: By names in `model`, what ranks hold of tensors for which torch has no placement, such as queries,
             keys and values in one. In `model` there is a `DTensor` of the whole shape, or a tensor of the local one.
         rank: The number of this process in `divisions`; by default that in the default process group.
@@ -181,7 +184,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _opened_by_rank_0(
-    checkpoint: Checkpoint | CheckpointView | str | Path, plan: ModelPart, group: TorchProcessGroup
+    checkpoint: Checkpoint | CheckpointView | RanksFolder | str | Path, plan: ModelPart, group: TorchProcessGroup
 ) -> CheckpointView:
     """Return what rank 0 has opened, in the others without pieces."""
     opened = run_on_all_ranks(group, lambda: _view(checkpoint, plan) if group.rank == 0 else None)
@@ -199,13 +202,13 @@ def _wanted_by_any(
 
 
 def _opened(
-    checkpoint: Checkpoint | CheckpointView | str | Path, plan: ModelPart
+    checkpoint: Checkpoint | CheckpointView | RanksFolder | str | Path, plan: ModelPart
 ) -> tuple[CheckpointView, list[tuple[Assignment, LocalPart]]]:
     stored = _view(checkpoint, plan)
     return stored, plan.parts(stored)
 
 
-def _view(checkpoint: Checkpoint | CheckpointView | str | Path, plan: ModelPart) -> CheckpointView:
+def _view(checkpoint: Checkpoint | CheckpointView | RanksFolder | str | Path, plan: ModelPart) -> CheckpointView:
     return checkpoint if isinstance(checkpoint, CheckpointView) else plan.view(open_stored(checkpoint))
 
 
@@ -229,7 +232,7 @@ def _loaded(
 
 @memory_errors("the part of this rank")
 def load_parts(
-    checkpoint: Checkpoint | str | Path,
+    checkpoint: Checkpoint | RanksFolder | str | Path,
     divisions: Mapping[str, Division],
     rank: int,
     *,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, TensorInfo
 from bigload.errors import InvalidCheckpointError, Problem
-from bigload.layouts.kinds.rank_slices import RANKS_FILE, rank_folder, read_ranks
+from bigload.layouts.kinds.rank_slices import RANKS_FILE, RanksFolder, rank_folder, read_ranks
 from bigload.planning.tensor_parallel.division import Division, Range
 
 
@@ -23,30 +23,36 @@ def is_for_ranks(folder: Path) -> bool:
     return (folder / RANKS_FILE).is_file()
 
 
-def open_ranks(folder: Path) -> tuple[Checkpoint, Mapping[str, AssembledTensor]]:
-    """Open all ranks of `folder`; return a checkpoint of their files and the whole tensors by name.
+def open_ranks(folder: Path | RanksFolder) -> tuple[Checkpoint, Mapping[str, AssembledTensor]]:
+    """Open the ranks of `folder`; return a checkpoint of their files and the whole tensors by name.
 
     Raises:
         CheckpointNotFoundError, InvalidCheckpointError: see `read_ranks` and `RanksFolder.checkpoint`.
         InvalidCheckpointError: a tensor is divided among ranks along its columns by more than one range each.
     """
-    described = read_ranks(folder)
-    ranks = [_of_root(described.checkpoint(rank), rank_folder(rank)) for rank in range(described.tp)]
+    described = folder if isinstance(folder, RanksFolder) else read_ranks(folder)
+    used = sorted({described.stages_of(name)[0] for name in described.shapes})
+    ranks = {
+        rank: _of_root(described.checkpoint(rank), rank_folder(rank))
+        for stage in used or (0,)
+        for rank in range(stage * described.tp, (stage + 1) * described.tp)
+    }
     tensors, problems = {}, []
     for name, shape in described.shapes.items():
-        parts = [rank.tensors[name] for rank in ranks]
+        first = described.stages_of(name)[0] * described.tp
+        parts = [ranks[rank].tensors[name] for rank in range(first, first + described.tp)]
         try:
             tensors[name] = _joined(parts, shape, described.divisions[name])
         except ValueError as error:
             problems.append(Problem(code="scattered", file=RANKS_FILE, text=f"tensor {name!r:.200}: {error}"))
     if problems:
-        raise InvalidCheckpointError(folder, problems, hint="load the checkpoint that it was made of")
+        raise InvalidCheckpointError(described.root, problems, hint="load the checkpoint that it was made of")
     checkpoint = replace(
-        ranks[0],
-        path=str(folder),
-        root=folder,
+        next(iter(ranks.values())),
+        path=str(described.root),
+        root=described.root,
         index_file=None,
-        shards=tuple(shard for rank in ranks for shard in rank.shards),
+        shards=tuple(shard for rank in ranks.values() for shard in rank.shards),
         tensors={},
     )
     return checkpoint, tensors

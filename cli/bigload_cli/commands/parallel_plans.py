@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from bigload.planning.options import PlanOptions
     from bigload_cli.commands.questions import Answer, Question
 
-PpOption = Annotated[int | None, typer.Option("--pp", metavar="N", min=1, help="Number of pipeline stages.")]
 HostsOption = Annotated[
     int | None, typer.Option("--hosts", metavar="N", min=1, help="Hosts that the ranks of --tp and --pp are on.")
 ]

@@ -20,6 +20,7 @@ from bigload_cli.options import (
     IoThreadsOption,
     JsonOption,
     MaxInFlightOption,
+    PpOption,
     QuietOption,
     TpOption,
     TpRulesOption,
@@ -52,6 +53,7 @@ Examples:
   bigload reshard ./llama-70b ./llama-70b.2gb --max-shard-size 2GB
   bigload reshard ./llama-70b ./llama-70b.bf16 --dtype bf16 --keep-fp32 '*norm*'
   bigload reshard ./llama-70b ./llama-70b.tp4 --tp 4
+  bigload reshard ./deepseek-v3 /fast/deepseek-v3.ranks --tp 8 --pp 2
   bigload reshard ./mixtral ./mixtral.fused --names transformers
   bigload reshard ./llama-70b ./merged --lora ./adapter
   bigload reshard ./llama-70b ./llama-70b.fp8 --quantize fp8-block
@@ -112,6 +114,7 @@ def reshard(
     ] = None,
     tp: TpOption = None,
     tp_rules: TpRulesOption = None,
+    pp: PpOption = None,
     vllm_version: Annotated[
         str, typer.Option("--vllm-version", metavar="VERSION", help="Of --layout vllm: whose names are written.")
     ] = VLLM_VERSION,
@@ -256,6 +259,7 @@ def reshard(
             dtypes=dtype_rule(dtype, keep_fp32=keep_fp32 or ()),
             tp=tp,
             tp_rules=tp_rules,
+            pp=pp,
             vllm_version=vllm_version,
             any_expert_size=any_expert_size,
             names=names,
