@@ -123,6 +123,12 @@ from bigload.planning.choices import Experts as Experts
 from bigload.planning.choices import NameScheme as NameScheme
 from bigload.planning.choices import Order as Order
 from bigload.planning.choices import Policy as Policy
+from bigload.planning.model_parallel.parallel_plan import ParallelPlan as ParallelPlan
+from bigload.planning.model_parallel.parallel_plan import RankUse as RankUse
+from bigload.planning.model_parallel.parallel_plan_file import read_parallel_plan as read_parallel_plan
+from bigload.planning.model_parallel.parallel_plan_file import write_parallel_plan as write_parallel_plan
+from bigload.planning.model_parallel.parallel_planner import plan_ranks as plan_ranks
+from bigload.planning.model_parallel.rank_grid import RankGrid as RankGrid
 from bigload.planning.placement.optimality import Certificate as Certificate
 from bigload.planning.placement.optimality import Verdict as Verdict
 from bigload.planning.plan import DeviceUse as DeviceUse

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypedDict, Unpack
 
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.quantisation import quantisation_of
+from bigload.checkpoint.source import open_checkpoint
+from bigload.dtypes import DType
 from bigload.errors import DoesNotFitError, OptionError
 from bigload.planning.advice import rounded, written
-from bigload.planning.choices import Policy
+from bigload.planning.choices import Attention, Policy
 from bigload.planning.model_parallel.divided_model import DividedModel
 from bigload.planning.model_parallel.parallel_plan import ParallelPlan, RankUse
-from bigload.planning.model_parallel.rank_grid import Links, RankGrid
-from bigload.planning.options import CUDA_OVERHEAD, PlanOptions
+from bigload.planning.model_parallel.rank_grid import GPU_BANDWIDTH, HOST_BANDWIDTH, Links, RankGrid
+from bigload.planning.options import CUDA_OVERHEAD, PlanOptions, options_of
 from bigload.planning.plan import PlanNote
 from bigload.planning.workload import Workload
-from bigload.units import counted, format_size
+from bigload.units import counted, format_size, parse_size
 
 _MOST_TRIED = 4
 
@@ -55,6 +59,62 @@ class ParallelRequest:
     def overhead_bytes(self) -> int:
         """Of each GPU."""
         return CUDA_OVERHEAD if self.options.overhead is None else self.options.overhead
+
+
+class RankKeywords(TypedDict, total=False):
+    """Options of a plan for ranks, in the words of the command line."""
+
+    context: int
+    batch: int
+    dtype: DType | str | None
+    kv_dtype: DType | str | None
+    attention: Attention | str | None
+    overhead: int | str | None
+    mtp: bool
+
+
+def plan_ranks(
+    checkpoint: Checkpoint | str | Path,
+    gpu_memory: int | str,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    hosts: int = 1,
+    tp_rules: Mapping[str, str] | None = None,
+    gpu_bandwidth: int = GPU_BANDWIDTH,
+    host_bandwidth: int = HOST_BANDWIDTH,
+    **keywords: Unpack[RankKeywords],
+) -> ParallelPlan:
+    """Plan a checkpoint for `pp` pipeline stages of `tp` tensor-parallel ranks on `hosts`, one GPU a rank.
+
+    `gpu_memory` is the limit of each GPU, in bytes or as text such as `"80GiB"`. `tp_rules`, styles by pattern, go
+    before the rules of the architecture. Bandwidths are bytes per second from a GPU to others of its host, and to those
+    of other hosts. Other keywords are those of `bigload.plan`: `context`, `batch`, `dtype`, `kv_dtype`, `attention`,
+    `overhead`, `mtp`. `write_parallel_plan` writes the plan, `reshard` carries it out.
+
+    Raises:
+        DoesNotFitError: a stage takes more than a GPU has; the hint says what would do.
+        PartitionError: heads, experts or features do not divide among `tp` ranks, or no rule says how.
+        OptionError: a number that cannot be, or more stages than blocks.
+        CheckpointError: the checkpoint cannot be opened.
+        TypeError: a keyword that is not one of these.
+    """
+    if unknown := keywords.keys() - RankKeywords.__annotations__.keys():
+        raise TypeError(f"no option {', '.join(sorted(unknown))}; known are {', '.join(RankKeywords.__annotations__)}")
+    try:
+        gpu_bytes = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+    except ValueError as error:
+        raise OptionError.of("gpu_memory", gpu_memory, f"bytes, or text such as 80GiB ({error})") from None
+    if gpu_bytes <= 0:
+        raise OptionError.of("gpu_memory", gpu_bytes, "more than 0 bytes")
+    asked = ParallelRequest(
+        grid=RankGrid(tp=tp, pp=pp, hosts=hosts),
+        options=options_of(**keywords),
+        tp_rules=tp_rules or {},
+        links=Links(gpu=gpu_bandwidth, host=host_bandwidth),
+    )
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    return plan_parallel(opened, gpu_bytes, asked)
 
 
 def divide(checkpoint: Checkpoint, request: ParallelRequest) -> DividedModel:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_recount import layer_of, stage_bytes
 
+import bigload
 from bigload.errors import DoesNotFitError, OptionError, PartitionError
 from bigload.planning.model_parallel.parallel_plan_file import parallel_plan_from_json, parallel_plan_to_json
 from bigload.planning.model_parallel.parallel_planner import ParallelRequest, plan_parallel
@@ -257,3 +258,15 @@ def test_options_of_one_machine_are_refused():
         request(2, policy="balanced")
     with pytest.raises(OptionError, match="one machine"):
         request(2, no_split=["model.*"])
+
+
+def test_a_plan_for_ranks_in_python():
+    checkpoint, _ = llama(4)
+    plan = bigload.plan_ranks(checkpoint, "1GiB", tp=2, pp=2, context=100, overhead=0)
+    assert plan == plan_parallel(checkpoint, 2**30, request(2, 2, context=100))
+    assert str(plan).startswith("tiny fits 4 x 1.00 GiB: TP 2 x PP 2")
+    with pytest.raises(TypeError, match="no option policy"):
+        bigload.plan_ranks(checkpoint, "1GiB", policy="balanced")
+    for size in ("much", 0):
+        with pytest.raises(OptionError, match="gpu_memory"):
+            bigload.plan_ranks(checkpoint, size)
