@@ -125,10 +125,7 @@ def _alike(checkpoint: Checkpoint, *, by_number: bool) -> Iterable[_Alike]:
     """Return the layers of `checkpoint` by what is alike; each is by itself where rules tell them apart `by_number`."""
     forms, kinds = forms_of(checkpoint.tensors), dict[tuple[object, ...], dict[str, dict[str, str]]]()
     for layer, names in layers_by_name(checkpoint.tensors).items():
-        kind = (
-            layer if by_number else generic_name(layer),
-            *((leaf, forms[name].dtype_name, forms[name].shape) for leaf, name in names.items()),
-        )
+        kind = layer if by_number else generic_name(layer), *names, *map(forms.__getitem__, names.values())
         kinds.setdefault(kind, {})[layer] = names
     return (
         _Alike({leaf: checkpoint.tensors[name] for leaf, name in next(iter(layers.values())).items()}, layers)
