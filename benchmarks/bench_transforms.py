@@ -5,8 +5,9 @@
 `lora`: an adapter merged into a Llama in bfloat16, beside PEFT's `merge_and_unload` with `save_pretrained`. `gguf`: a
 file in Q4_K written as bfloat16, beside gguf-py's `dequantize`, tensor by tensor, with `save_file`; `--gib` is the size
 of the result. `lora-plain` is a reshard of the same bytes that changes nothing. `gptq` and `mxfp4`: packed weights
-written as bfloat16, beside a reshard of as many bytes that changes nothing. Each run is a process of its own,
-start and imports included, in rotating order; sources are in the page cache, the first round is not counted.
+written as bfloat16, beside a reshard of as many bytes that changes nothing. `fp8-block`, `fp8-channel`, `int8` and
+`int4-g128`: weights in bfloat16 quantised, beside a reshard of them that changes nothing. Each run is a process of its
+own, start and imports included, in rotating order; sources are in the page cache, the first round is not counted.
 Needs transformers, peft and gguf. Nothing here decides a test.
 """
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 WIDTH, INNER, VOCABULARY = 2048, 5632, 4096
+QUANTISED = ("fp8-block", "fp8-channel", "int8", "int4-g128")
 LAYER_BYTES = 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER)
 
 
@@ -169,6 +171,29 @@ def _save(folder: Path, packed: dict[str, torch.Tensor], plain: dict[str, torch.
         (folder / name / "config.json").write_text(json.dumps({"model_type": "llama"} | settings))
 
 
+def make_plain(folder: Path, layers: int) -> None:
+    """Write the layers of a Llama in bfloat16."""
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "base").mkdir()
+    sizes = dict.fromkeys(("q", "k", "v", "o"), (WIDTH, WIDTH)) | dict.fromkeys(("up", "gate"), (INNER, WIDTH))
+    tensors = {
+        f"model.layers.{layer}.{name}_proj.weight": torch.randn(shape, dtype=torch.bfloat16)
+        for layer in range(layers)
+        for name, shape in (sizes | {"down": (WIDTH, INNER)}).items()
+    }
+    save_file(tensors, folder / "base" / "model.safetensors")
+    (folder / "base" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+def quantize_by_bigload(scheme: str, folder: Path, out: Path) -> None:
+    """Quantise while resharding."""
+    import bigload
+
+    bigload.reshard(folder / "base", out, transforms=[bigload.Quantize(scheme)])
+
+
 def dequantize_by_bigload(folder: Path, out: Path) -> None:
     """Unpack while resharding."""
     import bigload
@@ -232,12 +257,15 @@ CONTENDERS = {
     "gguf-gguf-py": decode_by_gguf,
     "unpack-bigload": dequantize_by_bigload,
     "unpack-plain": copy_by_bigload,
+    "quantise-plain": copy_by_bigload,
+    **{scheme: partial(quantize_by_bigload, scheme) for scheme in QUANTISED},
 }
 KINDS = {
     "lora": (make_lora, ["lora-bigload", "lora-peft", "lora-plain"], (3, 0.1)),
     "gguf": (make_gguf, ["gguf-bigload", "gguf-gguf-py"], (1, 1)),
     "gptq": (make_gptq, ["unpack-bigload", "unpack-plain"], (0.5, 512)),
     "mxfp4": (make_mxfp4, ["unpack-bigload", "unpack-plain"], (0.5, 512)),
+    **{scheme: (make_plain, [scheme, "quantise-plain"], (0.5, 512)) for scheme in QUANTISED},
 }
 """What to write first, who runs, and how much faster and with which part of the memory bigload should be."""
 

@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.conversion.arithmetic.rounded_weights import RoundedWeights, Rounding, ScalesOfWeights, ShapeOfWeights
+from bigload.conversion.arithmetic.rounded_weights import (
+    KnownScales,
+    RoundedWeights,
+    Rounding,
+    ScalesOfWeights,
+    ShapeOfWeights,
+)
 from bigload.conversion.arithmetic.unchanged import Unchanged
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
 from bigload.dtypes import DTYPES, DType
@@ -106,13 +112,14 @@ def quantised(
     if not weights:
         raise OptionError.of("quantize", scheme, "a checkpoint with matrices of 16 or 32 bits in blocks that it suits")
     written: list[Operand] = []
+    known = KnownScales()
     for name, tensor in tensors.items():
         if name in left:
             written.append(tensor)
         else:
             wanted = dtype_of(tensor)
             source = tensor if wanted == tensor.dtype else replace(_cast(tensor), dtype=wanted)
-            written += _parts(source, rounding)
+            written += _parts(source, rounding, known)
     _check_names(written)
     notes = [f"{counted(len(weights), 'weight')} quantised to {scheme}, rounded to nearest"]
     if unfit:
@@ -189,7 +196,7 @@ def _cast(tensor: Operand) -> ComputedTensor:
     return ComputedTensor(tensor.name, tensor.dtype, shape_of(tensor), Unchanged(tensor))
 
 
-def _parts(source: Operand, rounding: Rounding) -> list[Operand]:
+def _parts(source: Operand, rounding: Rounding, known: KnownScales) -> list[Operand]:
     """Return what is stored in place of the matrix `source`."""
     module = source.name.rpartition(".")[0]
     rows, columns = shape_of(source)
@@ -197,9 +204,9 @@ def _parts(source: Operand, rounding: Rounding) -> list[Operand]:
     if rounding.is_packed:
         name, dtype, shape = f"{module}.weight_packed", DTYPES["I32"], (rows, columns * rounding.bits // 32)
     scale, scale_dtype = ("weight_scale_inv", DTYPES["F32"]) if rounding.is_by_block else ("weight_scale", source.dtype)
-    scales = ScalesOfWeights(source, rounding)
+    scales = ScalesOfWeights(source, rounding, known)
     parts = [
-        ComputedTensor(name, dtype, shape, RoundedWeights(source, rounding)),
+        ComputedTensor(name, dtype, shape, RoundedWeights(source, rounding, known)),
         ComputedTensor(f"{module}.{scale}", scale_dtype, rounding.grid(rows, columns), scales),
     ]
     if rounding.is_packed:

@@ -9,17 +9,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bigload.conversion.computed_tensor import Operand, OperandRows, shape_of
 from bigload.errors import CheckpointError
+from bigload.units import MIB
 
 if TYPE_CHECKING:
     import torch
 
 _LARGEST_FP8 = 448.0
+_BITS = {2: ("int16", 0x7FFF), 4: ("int32", 0x7FFFFFFF)}
+"""Integers as wide as a float, and their bits without the sign, by bytes."""
+
+_KNOWN_BYTES = 32 * MIB
 _TILE_ELEMENTS = 256 * 1024
 """What is computed at a time of rows that have to come together: few enough to stay in a core's cache."""
 
@@ -60,15 +66,15 @@ class Rounding:
         """
         import torch
 
+        largest = self._largest(values, name)
         if self.is_by_block:
-            return 1.0 / self._block_factors(values, name)
-        largest = _largest(values.view(len(values), self.grid(*values.shape)[1], -1), (2,), name)
+            return 1.0 / _factors(largest)
         half = _LARGEST_FP8 if self.is_float else ((1 << self.bits) - 1) / 2
         scales = largest / torch.tensor(half, dtype=largest.dtype)
         return torch.where(scales == 0, torch.tensor(torch.finfo(scales.dtype).eps, dtype=scales.dtype), scales)
 
-    def codes(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the numbers of whole blocks of `values`, [rows, columns], or [rows, words].
+    def codes(self, values: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of whole blocks of `values`, [rows, columns], or [rows, words], and their scales.
 
         Raises:
             CheckpointError: a value is not finite.
@@ -76,47 +82,56 @@ class Rounding:
         import torch
 
         if self.is_by_block:
-            return self._codes_by_block(values, name)
+            codes, factors = self._codes_by_block(values, name)
+            return codes, 1.0 / factors
         scales = self.scales(values, name)
         scaled = values.view(*scales.shape, -1) / scales.unsqueeze(-1)
         if self.is_float:
-            return scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(values.shape)
+            return scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(values.shape), scales
         edge = 1 << (self.bits - 1)
-        numbers = scaled.clamp_(-edge, edge - 1).round_().to(torch.int8).view(values.shape)
-        return _packed(numbers.add_(edge) if self.bits < 8 else numbers.bitwise_xor_(-128), self.bits)
+        # Rounded before it is clamped, as integers, which is the same and twice as fast.
+        rounded = scaled.round_().to(torch.int16 if scaled.itemsize == 2 else torch.int32)
+        numbers = rounded.clamp_(-edge, edge - 1).to(torch.int8).view(values.shape)
+        return _packed(numbers.add_(edge) if self.bits < 8 else numbers.bitwise_xor_(-128), self.bits), scales
 
-    def _codes_by_block(self, values: torch.Tensor, name: str) -> torch.Tensor:
+    def _codes_by_block(self, values: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
         rows, columns = self.block
-        codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
         step = max(_TILE_ELEMENTS // rows // columns, 1) * columns
+        by_row, all_factors = [], []
         for row in range(0, len(values), rows):
-            for start in range(0, values.shape[1], step):
-                tile = values[row : row + rows, start : start + step].float()
-                factors = self._block_factors(tile, name)
-                tile.view(rows, -1, columns).mul_(factors.view(-1, 1)).clamp_(-_LARGEST_FP8, _LARGEST_FP8)
-                codes[row : row + rows, start : start + step] = tile
-        return codes
+            tiles = []
+            for tile in values[row : row + rows].split(step, dim=1):
+                factors = _factors(self._largest(tile.contiguous(), name))
+                scaled = tile.float().view(rows, -1, columns).mul_(factors.view(-1, 1))
+                tiles.append(scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(tile.shape))
+                all_factors.append(factors.flatten())
+            by_row.append(tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1))
+        codes = by_row[0] if len(by_row) == 1 else torch.cat(by_row)
+        return codes, torch.cat(all_factors).view(self.grid(*values.shape))
 
-    def _block_factors(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        """Return what numbers are multiplied by before they are rounded, [rows, columns] of the grid."""
+    def _largest(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the largest absolute value of each block, [rows, columns] of the grid."""
         import torch
 
         rows, columns = self.grid(*values.shape)
-        largest = _largest(values.view(rows, self.block[0], columns, self.block[1]), (3, 1), name).float()
-        return torch.where(largest > 0, _LARGEST_FP8 / largest, 1.0)
+        bits, mask = _BITS[values.itemsize]
+        # Without their signs, floats have the order of their bits, those that are not finite last.
+        blocks = values.view(getattr(torch, bits)).bitwise_and(mask).view(rows, self.block[0], columns, -1)
+        largest = (blocks.amax(1) if self.is_by_block else blocks[:, 0]).amax(2).view(values.dtype)
+        if not bool(largest.isfinite().all()):
+            hint = "download the checkpoint again, or keep this weight plain: --keep-plain"
+            raise CheckpointError(f"a value of {name} is not finite, so it cannot be quantised", hint=hint)
+        return largest
 
 
-def _largest(values: torch.Tensor, dims: tuple[int, ...], name: str) -> torch.Tensor:
-    """Return the largest absolute values along `dims`."""
-    largest = values.abs()
-    for dim in dims:
-        largest = largest.amax(dim)
-    if not bool(largest.isfinite().all()):
-        hint = "download the checkpoint again, or keep this weight plain: --keep-plain"
-        raise CheckpointError(f"a value of {name} is not finite, so it cannot be quantised", hint=hint)
-    return largest
+def _factors(largest: torch.Tensor) -> torch.Tensor:
+    """Return what numbers of blocks with these largest ones are multiplied by before they are rounded to FP8."""
+    import torch
+
+    largest = largest.float()
+    return torch.where(largest > 0, _LARGEST_FP8 / largest, 1.0)
 
 
 def _packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -129,12 +144,47 @@ def _packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return numbers.view(torch.int32)
 
 
+class KnownScales:
+    """Scales that were computed with their numbers, until they are written: no weight has to be read for them again.
+
+    Several threads use it. The latest stay, `_KNOWN_BYTES` of them; those that are not known are computed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._scales: dict[str, tuple[torch.Tensor, bytearray]] = {}  # of all rows of a grid, and which are known
+
+    def put(self, name: str, start: int, scales: torch.Tensor, num_rows: int) -> None:
+        """Keep rows of the scales of the weight `name` from `start` on, of `num_rows` that it has."""
+        with self._lock:
+            kept, known = self._scales.pop(name, None) or (
+                scales.new_empty(num_rows, scales.shape[1]),
+                bytearray(num_rows),
+            )
+            kept[start : start + len(scales)] = scales
+            known[start : start + len(scales)] = bytes([1]) * len(scales)
+            self._scales[name] = kept, known
+            while len(self._scales) > 1 and sum(each.nbytes for each, _ in self._scales.values()) > _KNOWN_BYTES:
+                del self._scales[next(iter(self._scales))]
+
+    def take(self, name: str, start: int, stop: int) -> torch.Tensor | None:
+        """Return rows `start` to `stop`, if all are known; with the last one, the weight's are forgotten."""
+        with self._lock:
+            kept, known = self._scales.get(name, (None, b""))
+            if kept is None or not all(known[start:stop]):
+                return None
+            if stop == len(kept):
+                del self._scales[name]
+            return kept[start:stop]
+
+
 @dataclass(frozen=True)
 class RoundedWeights:
     """The numbers that the rows of `source`, a matrix, are rounded to."""
 
     source: Operand
     rounding: Rounding
+    scales: KnownScales = field(compare=False, repr=False)
 
     @property
     def row_multiple(self) -> int:
@@ -156,7 +206,10 @@ class RoundedWeights:
         Raises:
             CheckpointError: a value is not finite.
         """
-        return self.rounding.codes(_stored_form(self.source, operands[0]), self.source.name)
+        codes, scales = self.rounding.codes(_stored_form(self.source, operands[0]), self.source.name)
+        num_rows = self.rounding.grid(*shape_of(self.source))[0]
+        self.scales.put(self.source.name, start // self.row_multiple, scales, num_rows)
+        return codes
 
 
 @dataclass(frozen=True)
@@ -165,6 +218,7 @@ class ScalesOfWeights:
 
     source: Operand
     rounding: Rounding
+    scales: KnownScales = field(compare=False, repr=False)
     row_multiple: int = 1
 
     @property
@@ -176,6 +230,10 @@ class ScalesOfWeights:
         """Return the rows of the blocks."""
         rows = self.rounding.block[0]
         return (OperandRows(self.source, start * rows, stop * rows),)
+
+    def known(self, start: int, stop: int) -> torch.Tensor | None:
+        """Return rows that were computed with the numbers."""
+        return self.scales.take(self.source.name, start, stop)
 
     def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
         """Return the scales.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
+from bigload.conversion.arithmetic.rounded_weights import ScalesOfWeights
 from bigload.conversion.computed_tensor import ComputedTensor, OperandRows
 from bigload.dtypes import DType
 from bigload.loading.slices import Slice, source_rows
@@ -89,6 +90,8 @@ class RowComputer:
     def _rows(self, source: ComputedTensor, start: int, stop: int, memory: _Memory, use: str) -> torch.Tensor:
         operation = source.operation
         first, last = source.whole_rows(start, stop)
+        if isinstance(operation, ScalesOfWeights) and (known := operation.known(first, last)) is not None:
+            return known
         operands = [
             self._kept_operand(rows)
             if rows.is_kept

@@ -258,3 +258,22 @@ def test_a_config_is_needed(tmp_path):
 
 def test_schemes_are_those_of_the_documentation():
     assert set(NAMES) < SCHEMES.keys()
+
+
+def test_scales_that_were_computed_with_the_numbers_are_known_until_they_are_written():
+    from bigload.conversion.arithmetic import rounded_weights
+
+    known = rounded_weights.KnownScales()
+    rows = torch.arange(6.0).view(6, 1)
+    known.put("a", 0, rows[:2], 6)
+    known.put("a", 3, rows[3:], 6)
+    assert known.take("a", 1, 4) is None
+    assert torch.equal(known.take("a", 3, 5), rows[3:5])
+    known.put("a", 2, rows[2:3], 6)
+    assert torch.equal(known.take("a", 0, 6), rows)
+    assert known.take("a", 0, 1) is None
+    large = torch.zeros(1, rounded_weights._KNOWN_BYTES // 8 + 1)
+    for name in "bcd":
+        known.put(name, 0, large, 1)
+    assert known.take("b", 0, 1) is None  # the oldest went
+    assert known.take("d", 0, 1) is not None
