@@ -102,7 +102,7 @@ class Rounding:
         by_row, all_factors = [], []
         for row in range(0, len(values), rows):
             tiles = []
-            for tile in values[row : row + rows].split(step, dim=1):
+            for tile in torch.split(values[row : row + rows], step, dim=1):
                 factors = _factors(self._largest(tile.contiguous(), name))
                 scaled = tile.float().view(rows, -1, columns).mul_(factors.view(-1, 1))
                 tiles.append(scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(tile.shape))
@@ -157,10 +157,9 @@ class KnownScales:
     def put(self, name: str, start: int, scales: torch.Tensor, num_rows: int) -> None:
         """Keep rows of the scales of the weight `name` from `start` on, of `num_rows` that it has."""
         with self._lock:
-            kept, known = self._scales.pop(name, None) or (
-                scales.new_empty(num_rows, scales.shape[1]),
-                bytearray(num_rows),
-            )
+            if name not in self._scales:
+                self._scales[name] = scales.new_empty(num_rows, scales.shape[1]), bytearray(num_rows)
+            kept, known = self._scales.pop(name)
             kept[start : start + len(scales)] = scales
             known[start : start + len(scales)] = bytes([1]) * len(scales)
             self._scales[name] = kept, known
@@ -170,8 +169,10 @@ class KnownScales:
     def take(self, name: str, start: int, stop: int) -> torch.Tensor | None:
         """Return rows `start` to `stop`, if all are known; with the last one, the weight's are forgotten."""
         with self._lock:
-            kept, known = self._scales.get(name, (None, b""))
-            if kept is None or not all(known[start:stop]):
+            if name not in self._scales:
+                return None
+            kept, known = self._scales[name]
+            if not all(known[start:stop]):
                 return None
             if stop == len(kept):
                 del self._scales[name]
