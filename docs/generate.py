@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-VERBS = ("", "inspect", "plan", "fetch", "reshard", "run", "verify", "measure", "bench-load")
+from bigload_cli.verbs import VERBS
 
 
 def main() -> None:
     """Print the page."""
     print("# The command line\n\nMade from the program's own help by `make docs`.")
-    for verb in VERBS:
+    for verb in ("", *VERBS):
         name = f"bigload {verb}".rstrip()
         print(f"\n## `{name}`\n\n```text\n{help_of(verb)}\n```")
 
