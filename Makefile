@@ -18,7 +18,7 @@ BENCH_OPTIONS := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
 $(eval $(BENCH_OPTIONS):;@:)
 endif
 
-.PHONY: help demo test nightly vllm gpu matrix hosts crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs site clean pictures
+.PHONY: help demo test nightly vllm gpu matrix hosts crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs site release clean pictures
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,14 +105,27 @@ conformance: $(STAMP)  ## Run accelerate's own tests of its big-model API agains
 	$(BIN)/python fixtures/accelerate_suite.py
 	BIGLOAD_SIMULATED=1 $(BIN)/python fixtures/accelerate_suite.py
 
-docs: $(STAMP)  ## Regenerate docs/cli.md from the program's own help.
+docs: $(STAMP)  ## Regenerate docs/cli.md and the man page from the program's own help.
 	$(BIN)/python docs/generate.py > docs/cli.md
+	$(BIN)/python docs/generate.py --man > docs/bigload.1
+	$(BIN)/python docs/drawings.py
 
 site: $(DOCS_STAMP)  ## Build the site into site/; a dead link, anchor or name is an error.
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
+release: $(STAMP)  ## Build wheel and sdist into dist/, check both, and try the wheel in an environment of its own.
+	rm -rf dist .venv-release && $(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet --disable-pip-version-check build twine
+	.venv-release/bin/python -m build --outdir dist .
+	.venv-release/bin/twine check --strict dist/*
+	$(BIN)/python docs/check_release.py dist
+	rm -rf .venv-release && $(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	.venv-release/bin/pip check
+	BIGLOAD_BASE=.venv-release $(BIN)/pytest -q tests/install
 
 pictures: $(NIGHTLY_STAMP)  ## Make the pictures of README and docs anew, by running what they show.
 	$(NIGHTLY)/bin/python docs/pictures.py
 
 clean:  ## Remove the environment and everything generated.
-	rm -rf .venv .matrix .venv-docs site demo dist .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .matrix .venv-docs .venv-release site demo dist .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis

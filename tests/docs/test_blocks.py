@@ -45,7 +45,7 @@ CHECKPOINTS = {
 """Folders that blocks find: name, recipe of fixtures/, data. Of sparse ones only headers are read."""
 
 BLOCK = re.compile(r"(?:^<!-- (needs|not run:) (.+?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NOT_OURS = {"cd", "cp", "curl", "echo", "git", "hf", "jq", "mkdir", "mkdocs", "python", "ssh", "vllm", "xxhsum"}
+NOT_OURS = {"cd", "cp", "curl", "echo", "git", "hf", "jq", "man", "mkdir", "mkdocs", "python", "ssh", "vllm", "xxhsum"}
 """Programs whose arguments nobody checks here."""
 
 
