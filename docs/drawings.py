@@ -61,9 +61,9 @@ def windows() -> str:
         arrow(190, 55, 315, 85),
         arrow(70, 125, 315, 105),
         box(315, 65, 150, 60, "one window\nat most 4 MiB", ORANGE),
-        arrow(465, 85, 560, 70),
+        arrow(465, 85, 560, 74),
         label(475, 66, "write"),
-        arrow(560, 110, 465, 110),
+        arrow(560, 90, 465, 105),
         label(475, 130, "read back"),
         *(box(560, 35 + 30 * row, 180, 30, text, colour) for row, (text, colour) in enumerate(
             [("window 0: in the journal", GREEN), ("window 1", ORANGE), ("window 2"  , GREY), ("window 3", GREY)]
@@ -80,7 +80,7 @@ def streaming() -> str:
         x = 90 + 130 * step
         parts += [
             box(x, 25, 120, 30, f"block {step}", BLUE),
-            box(x, 75, 105, 30, f"block {step + 1}" if step < 4 else "block 0, next token", ORANGE),
+            box(x, 75, 105, 30, f"block {step + 1}" if step < 4 else "block 0", ORANGE),
             box(x, 125, 120, 30, f"{step} and {step + 1}" if step < 4 else "4 and 0", GREEN),
         ]
     return drawing(760, 175, *parts)

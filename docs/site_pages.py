@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 REPOSITORY_PAGES = ("*.md", "benchmarks/*.md", "benchmarks/results/*.md", "LICENSE")
 
+UNSEARCHED = ("benchmarks/", "CHANGELOG", "ARCHITECTURE", "CONTRIBUTING", "releasing", "scale")
+"""Beginnings of pages that are no answer to what a user asks; those of the reference are the last ones."""
+
 API = {
     "checkpoints": ("Checkpoints", ("bigload.checkpoint", "bigload.devices", "bigload.dtypes")),
     "plans": ("Plans", ("bigload.planning",)),
@@ -101,6 +104,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Turn links of the repository into links of the site."""
     source = page.file.src_uri
+    page.meta["search"] = (
+        {"exclude": True} if source.startswith(UNSEARCHED) else {"boost": 0.2 if source.startswith("api") else 1}
+    )
     here, folder = posixpath.dirname(source), posixpath.dirname(repository_path(source))
     if source.startswith("api"):
         return markdown
