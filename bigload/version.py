@@ -1,3 +1,3 @@
 """The version of bigload, for those who write it into files."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
