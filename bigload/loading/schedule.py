@@ -228,7 +228,8 @@ def schedule_reads(
 
     Args:
         wanted: At most once per name.
-        block_bytes: The size of a read. One gathered row, or one element that is cast, may be larger.
+        block_bytes: The size of a read; the first of a row of them is as much smaller as has it end at a page. One
+            gathered row, or one element that is cast, may be larger.
         in_map: Leave in the pages of the file what can stay there: whole tensors and rows, as they are stored, for the
             CPU. The slots are then offsets into the file.
         populate: Make those pages present before the load ends; otherwise each is read when it is first touched.
@@ -449,13 +450,25 @@ class _OpenJob:
     num_bytes: int = 0
     destinations: list[Destination] = field(default_factory=list)
 
+    def room(self, block_bytes: int) -> int:
+        """Return the bytes of a full job: those of a read that is not staged end at a page of the file.
+
+        Then the next begins at one, and a direct read of it needs no blocks around it.
+        """
+        is_aligned = self.delivery is Delivery.STRAIGHT and block_bytes > _PAGE_BYTES
+        return block_bytes - (self.offset % _PAGE_BYTES if is_aligned else 0)
+
     def takes(self, request: ReadRequest, block_bytes: int) -> bool:
         gap = request.offset - self.offset - self.num_bytes
         is_neighbour = 0 <= gap <= (MAX_GAP_BYTES if self.delivery is Delivery.SCATTERED else 0)
         is_alike = request.delivery is self.delivery and request.device == self.device
         if self.delivery is Delivery.SCATTERED and len(self.destinations) >= MAX_SCATTERED_PIECES:
             return False
-        return is_neighbour and is_alike and self.num_bytes + gap + min(request.least_bytes, block_bytes) <= block_bytes
+        return (
+            is_neighbour
+            and is_alike
+            and self.num_bytes + gap + min(request.least_bytes, block_bytes) <= self.room(block_bytes)
+        )
 
     def add(self, request: ReadRequest) -> None:
         source = request.offset - self.offset
@@ -494,7 +507,7 @@ def jobs_of(
                 if job is not None:
                     yield job.closed()
                 job = _OpenJob(file, rest.offset, rest.delivery, rest.device)
-            part, rest = rest.cut(size - (rest.offset - job.offset))
+            part, rest = rest.cut(job.room(size) - (rest.offset - job.offset))
             job.add(part)
     if job is not None:
         yield job.closed()

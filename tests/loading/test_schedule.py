@@ -121,7 +121,13 @@ def test_nothing_wanted_is_nothing_read():
 def test_a_block_has_sixteen_mebibytes_unless_told():
     assert BLOCK_BYTES == 16 * 2**20
     schedule = schedule_reads([tensor("a", 8, 3 * BLOCK_BYTES + 1)])
-    assert [job.num_bytes for job in schedule.jobs] == [BLOCK_BYTES] * 3 + [1]
+    assert [job.num_bytes for job in schedule.jobs] == [BLOCK_BYTES - 8, BLOCK_BYTES, BLOCK_BYTES, 9]
+
+
+def test_reads_after_the_first_of_neighbours_begin_at_a_page_of_the_file():
+    tensors = [tensor("a", 4104, 3 * BLOCK_BYTES), tensor("b", 4104 + 3 * BLOCK_BYTES, BLOCK_BYTES + 7)]
+    offsets = [job.offset for job in schedule_reads(tensors).jobs]
+    assert offsets == [4104, *range(4096 + BLOCK_BYTES, 4096 + 5 * BLOCK_BYTES, BLOCK_BYTES)]
 
 
 @given(spread_tensors(), st.integers(1, 128))
