@@ -22,6 +22,7 @@ NAMES = [
     "inspect",
     "fetch",
     "part",
+    "delta",
     "reshard",
     "manifest",
     "manifest-made",

@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 
 import bigload
@@ -76,7 +78,9 @@ def test_only_what_differs_is_written_and_all_of_it_is_read(delta, tuned, tuned_
         assert all(torch.equal(loaded[name], tensor) for name, tensor in tuned_tensors.items())
     assert bigload.diff(delta, tuned).is_equal
     assert bigload.diff(delta, tuned, trust_digests=False).is_equal
-    assert bigload.verify(delta).ok
+    report = bigload.verify(delta)
+    assert report.ok
+    assert len(report.base_files) == 1
     assert bigload.plan(delta, {"cpu": "1GiB"}).checkpoint_path == str(delta)
 
 
@@ -85,6 +89,14 @@ def test_a_delta_is_written_whole_again(delta, tuned, tmp_path):
     assert not (tmp_path / "whole" / DELTA_FILE).exists()
     shutil.rmtree(tmp_path / "base")
     assert bigload.diff(tmp_path / "whole", tuned).is_equal
+
+
+def test_the_description_is_what_its_schema_says(delta):
+    schemas = Path(__file__).parents[2] / "docs" / "schemas"
+    schema = json.loads((schemas / "delta-1.0.json").read_text())
+    document = json.loads((delta / DELTA_FILE).read_text())
+    Draft202012Validator(schema).validate(document)
+    assert set(document) == set(schema["properties"])
 
 
 def test_nothing_in_the_folder_looks_like_a_model(delta):

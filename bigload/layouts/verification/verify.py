@@ -85,6 +85,7 @@ class VerifyReport:
             header and the tensors that have a digest are compared.
         read_bytes: Bytes that were read; holes are not.
         seconds: Duration.
+        base_files: Of a delta, files of its base whose tensors were compared too.
     """
 
     folder: Path
@@ -95,6 +96,7 @@ class VerifyReport:
     undigested: tuple[str, ...]
     read_bytes: int
     seconds: float
+    base_files: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -183,6 +185,7 @@ def verify(
         undigested=tuple(file for file, record in known.files.items() if record.digest is None),
         read_bytes=sum(check.read_bytes for check in checks.values()),
         seconds=time.monotonic() - began,
+        base_files=tuple(file for file in checks if file not in known.files),
     )
 
 

@@ -29,6 +29,8 @@ def closing(report: VerifyReport, *, peak_bytes: int) -> list[str]:
         f"{done}, peak memory {format_size(peak_bytes)}",
         f"{_what(digested)}: every byte is as it was written ({DIGEST})",
     ]
+    if report.base_files:
+        lines.append(f"{counted(len(report.base_files), 'file')} of the base: tensors are those that the delta names")
     if report.undigested:
         cloned = counted(len(report.undigested), "file")
         size = format_size(report.manifest.num_bytes - num_bytes)
