@@ -47,6 +47,10 @@ class TorchProcessGroup:
     connection, and a waiting rank listens to all: a dead process closes its own, so its death is noticed at once.
 
     A host that loses power, or its network, closes nothing: the kernel here does it, after a minute without an answer.
+
+    When a connection closes, gloo ends the operations that have not begun, and forgets a message that is under way: who
+    waits for that waits on. So a message is followed by a byte, for which its receiver waits first; and its sender
+    waits first for a byte from the receiver.
     """
 
     def __init__(self) -> None:
@@ -78,7 +82,7 @@ class TorchProcessGroup:
             self._listeners[peer] = listener
         gathered = {peer: _from_json(peer, message) for peer, message in self._from_each(values)}
         # No rank goes on before all have all values: so each is listened to until then, and missed if it dies.
-        sendings = [self._start(dist.isend, torch.zeros(1, dtype=torch.uint8), peer) for peer in self._peers]
+        sendings = [self._start(dist.isend, _byte(), peer) for peer in self._peers]
         self._from_each(confirmations)
         for sending in sendings:
             sending.wait(_JOIN_TIMEOUT)
@@ -95,42 +99,49 @@ class TorchProcessGroup:
             RankError: rank 0 is gone; or, in rank 0 and when all others have the values, another one.
         """
         if self.rank:
-            self._transfer(dist.irecv, values, 0)
+            with _reaching(0):
+                self._receive(values, 0)
+                self._start(dist.isend, _byte(), 0).wait(_JOIN_TIMEOUT)
             return
         with ThreadPoolExecutor(max(self.size - 1, 1), f"{LISTENER_THREAD_PREFIX}sender-") as threads:
-            sendings = [threads.submit(self._transfer, dist.isend, values, peer) for peer in self._peers]
+            sendings = [threads.submit(self._send_and_hear, values, peer) for peer in self._peers]
         for sending in sendings:
             sending.result()
 
-    def _transfer(self, operation: _Operation, values: torch.Tensor, peer: int) -> None:
-        try:
-            self._start(operation, values, peer).wait(_TRANSFER_TIMEOUT)
-        except RuntimeError as error:
-            raise _unreachable(peer, error) from error
+    def _send_and_hear(self, values: torch.Tensor, peer: int) -> None:
+        with _reaching(peer):
+            answer = self._start(dist.irecv, _byte(), peer)
+            sendings = self._send(values, peer)
+            answer.wait(_TRANSFER_TIMEOUT)
+            for sending in sendings:
+                sending.wait(_JOIN_TIMEOUT)
 
     def _listen(self, peer: int, own: bytes, values: _Received, confirmations: _Received) -> None:
         """Receive from `peer` its value, and then the confirmation that it has those of all ranks."""
         try:
-            values.put((peer, self._exchange(peer, own)))
-            self._start(dist.irecv, torch.zeros(1, dtype=torch.uint8), peer).wait(_TRANSFER_TIMEOUT)
+            length = torch.empty(1, dtype=torch.int64)
+            sendings = self._send(torch.tensor([len(own)]), peer)
+            self._receive(length, peer)
+            received = bytearray(int(length))
+            sendings += self._send(torch.frombuffer(bytearray(own), dtype=torch.uint8), peer)
+            self._receive(torch.frombuffer(received, dtype=torch.uint8), peer)
+            values.put((peer, bytes(received)))
+            self._start(dist.irecv, _byte(), peer).wait(_TRANSFER_TIMEOUT)
+            for sending in sendings:
+                sending.wait(_JOIN_TIMEOUT)
             confirmations.put((peer, b""))
         except (RuntimeError, ValueError) as error:  # the latter: of a group that is closed
             values.put((peer, error))
             confirmations.put((peer, error))
 
-    def _exchange(self, peer: int, own: bytes) -> bytes:
-        """Send `own` to `peer`, and return what it sends: first the lengths, then the bytes."""
-        num_bytes = torch.empty(1, dtype=torch.int64)
-        self._exchange_tensors(peer, torch.tensor([len(own)]), num_bytes)
-        received = bytearray(int(num_bytes))
-        buffers = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (bytearray(own), received))
-        self._exchange_tensors(peer, *buffers)
-        return bytes(received)
+    def _send(self, values: torch.Tensor, peer: int) -> list[dist.Work]:
+        """Start to send; to be waited for when `peer` has answered."""
+        return [self._start(dist.isend, values, peer), self._start(dist.isend, _byte(), peer)]
 
-    def _exchange_tensors(self, peer: int, own: torch.Tensor, received: torch.Tensor) -> None:
-        sending, receiving = self._start(dist.isend, own, peer), self._start(dist.irecv, received, peer)
-        receiving.wait(_TRANSFER_TIMEOUT)
-        sending.wait(_TRANSFER_TIMEOUT)
+    def _receive(self, values: torch.Tensor, peer: int) -> None:
+        message, end = self._start(dist.irecv, values, peer), self._start(dist.irecv, _byte(), peer)
+        end.wait(_TRANSFER_TIMEOUT)
+        message.wait(_TRANSFER_TIMEOUT)
 
     def _start(self, operation: _Operation, values: torch.Tensor, peer: int, *, tag: int = 0) -> dist.Work:
         work = operation(values, peer, group=self._group, tag=tag)
@@ -165,7 +176,7 @@ class TorchProcessGroup:
         """
         for peer in self._listeners:
             with suppress(RuntimeError):
-                nothing = self._start(dist.irecv, torch.zeros(1, dtype=torch.uint8), peer, tag=_NEVER_SENT)
+                nothing = self._start(dist.irecv, _byte(), peer, tag=_NEVER_SENT)
                 nothing.wait(timedelta(milliseconds=1))
         self._join_listeners()
         dist.destroy_process_group(self._group)
@@ -196,6 +207,18 @@ def _from_json(peer: int, message: bytes) -> Any:  # noqa: ANN401 - what `to_jso
     except (ValueError, RecursionError) as error:
         hint = "all processes of a job need the same version of bigload"
         raise RankError(peer, f"it sent {len(message)} bytes that are not JSON", hint=hint) from error
+
+
+def _byte() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8)
+
+
+@contextmanager
+def _reaching(peer: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise _unreachable(peer, error) from error
 
 
 def _unreachable(peer: int, error: Exception) -> RankError:

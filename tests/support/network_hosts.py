@@ -57,11 +57,12 @@ class Host:
     tmp: Path
     _first: subprocess.Popen
     _bridge: subprocess.Popen
+    _started: ExitStack
 
     def start(self, *command: object, **environment: str) -> subprocess.Popen:
         """Start a command on this host, with pipes for what it writes."""
         pipe = subprocess.PIPE
-        return subprocess.Popen(
+        process = subprocess.Popen(
             _within(self._first, *map(str, command)),
             env={**os.environ, "HOME": TMP, "TMPDIR": TMP, **environment},
             stdin=subprocess.DEVNULL,
@@ -69,6 +70,8 @@ class Host:
             stderr=pipe,
             text=True,
         )
+        self._started.callback(_closed, process)
+        return process
 
     def die(self) -> None:
         """End all processes of this host at once, as SIGKILL does, and with them its network."""
@@ -100,7 +103,7 @@ def network_hosts(count: int, folder: Path, *, shared: Path | None = None) -> It
         folder: Where their own folders are made.
         shared: A folder that all of them have as `SHARED`; by default none.
     """
-    with ExitStack() as running:
+    with ExitStack() as closing, ExitStack() as running:  # processes end with their host, and are closed then
         names = folder / "names"
         lines = ["127.0.0.1 localhost", *(f"{NETWORK}.{number + 1} host-{number}" for number in range(count))]
         names.write_text("\n".join([*lines, ""]))
@@ -120,7 +123,8 @@ def network_hosts(count: int, folder: Path, *, shared: Path | None = None) -> It
             _set(bridge, "ip", "link", "set", name, "master", "bridge", "up")
             _set(first, "ip", "address", "add", f"{address}/24", "dev", "eth0")
             _set(first, "ip", "link", "set", "eth0", "up")
-            hosts.append(Host(name=name, address=address, tmp=own, _first=first, _bridge=bridge))
+            started = closing.enter_context(ExitStack())
+            hosts.append(Host(name=name, address=address, tmp=own, _first=first, _bridge=bridge, _started=started))
         yield hosts
 
 
@@ -156,6 +160,11 @@ def _namespaces(**environment: str) -> Iterator[subprocess.Popen]:
             yield first
         finally:
             first.kill()
+
+
+def _closed(process: subprocess.Popen) -> None:
+    with process:
+        process.kill()
 
 
 def _first_pid(first: subprocess.Popen) -> int:

@@ -141,7 +141,7 @@ def broadcast_tensors(
     strategy, read_bytes = None, 0
     planned = [(batch, batch[-1].at + batch[-1].num_bytes) for batch in batches(sent)]
     block = torch.empty(max((size for _, size in planned), default=0), dtype=torch.uint8, device="cpu")
-    for batch, num_bytes in planned:
+    for number, (batch, num_bytes) in enumerate(planned, start=1):
         memory = block[:num_bytes]
         if group.rank == 0:
             try:
@@ -151,7 +151,7 @@ def broadcast_tensors(
                 with suppress(RankError):
                     group.broadcast(torch.tensor([_NO_MORE]))
                 raise
-        if not _broadcast_batch(group, memory):
+        if not _broadcast_batch(group, memory, is_last=number == len(planned)):
             break
         if failure is None:
             try:
@@ -163,10 +163,10 @@ def broadcast_tensors(
     return strategy, read_bytes
 
 
-def _broadcast_batch(group: TorchProcessGroup, memory: torch.Tensor) -> bool:
+def _broadcast_batch(group: TorchProcessGroup, memory: torch.Tensor, *, is_last: bool) -> bool:
     """Make `memory` that of rank 0, and return whether rank 0 had something to send.
 
-    When another rank is gone, rank 0 sends the others the end of the broadcast.
+    When another rank is gone, rank 0 sends the others the end of the broadcast, unless they expect nothing more.
     """
     word = torch.tensor([_DATA])
     gone = None
@@ -180,8 +180,9 @@ def _broadcast_batch(group: TorchProcessGroup, memory: torch.Tensor) -> bool:
         if int(word) == _NO_MORE:
             return False
     if gone is not None:
-        with suppress(RankError):
-            group.broadcast(torch.tensor([_NO_MORE]))
+        if not is_last:
+            with suppress(RankError):
+                group.broadcast(torch.tensor([_NO_MORE]))
         raise gone
     return True
 
