@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,16 @@ from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, Man
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.errors import RankError, ReadError, WriteError
 from bigload.layouts.choices import Verify
-from bigload.layouts.output import OutputFile
 from bigload.layouts.preparation import PreparedReshard
+from bigload.layouts.rank_share import PartOnDisk, ProcessResult, RankShare
 from bigload.layouts.side_files import SideFile
-from bigload.layouts.writing.output_file_writer import direct_write_alignment
-from bigload.layouts.writing.read_sizes import bytes_to_read
-from bigload.layouts.writing.resume_check import ReusableFile, recheck
+from bigload.layouts.writing.kernel_copy import KernelCopy
+from bigload.layouts.writing.shares import shares_of
 from bigload.layouts.writing.small_files import check_file, write_file
 from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import Staging, joined, keep_only, staged, tidy
-from bigload.layouts.writing.writer import FileToWrite, Writer, window_bytes
-from bigload.loading.progress import OnProgress, Tally, ignore_progress
-from bigload.machine.activities import Recorder
+from bigload.layouts.writing.writer import window_bytes
+from bigload.loading.progress import OnProgress
 from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.process_memory import trim_heap
 from bigload.machine.thread_pool import run_jobs
@@ -37,22 +35,6 @@ from bigload.version import __version__
 
 _SOURCE_FACT = "its source (names, sizes or times of writing of files)"
 _COPIES_HINT = "copies on several hosts have to keep the times of their files: make them with rsync -a or cp -p"
-
-
-@dataclass(slots=True)
-class ProcessResult:
-    """Files that one rank has written."""
-
-    records: dict[str, FileRecord] = field(default_factory=dict)
-    kept_files: int = 0
-    kept_bytes: int = 0
-    overflows: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> ProcessResult:
-        """Return the result from the JSON form of its `asdict`."""
-        records = {name: FileRecord(**record) for name, record in found["records"].items()}
-        return cls(**{**found, "records": records})
 
 
 class ReshardRun:
@@ -77,7 +59,7 @@ class ReshardRun:
             sources = SourceFiles(self._prepared.checkpoint, files=self._prepared.identities, pool=pool)
             opened.enter_context(sources)
             try:
-                share = run_on_all_ranks(self._team, lambda: self._write(staging, sources, pool))
+                share = self._write(staging, sources, pool)
             except (RankError, ReadError) as error:
                 # A source that was replaced or cut off is the better reason. A service gives one version of a file.
                 if sources.is_local or isinstance(error, RankError):
@@ -155,64 +137,33 @@ class ReshardRun:
         return staging
 
     def _write(self, staging: Staging, sources: SourceFiles, pool: BlockPool) -> ProcessResult:
-        sources.check_headers()
-        self._check_unchanged(staging, sources)
-        mine = _assigned(self._prepared.output.files, self._team)
-        tally = Tally(sum(output.num_bytes for output in mine), self._on_progress)
-        files = [
-            FileToWrite(output=output, ranges=self._prepared.ranges[output.file], kept=kept)
-            for output, kept in zip(mine, self._recheck(mine, staging, pool, tally), strict=True)
-        ]
-        share = ProcessResult()
-        share.kept_files = sum(file.kept is not None and file.kept.record is not None for file in files)
-        share.kept_bytes = sum(file.kept.num_bytes for file in files if file.kept is not None)
-        reads = None if sources.is_local else self._count_reads(sources, mine, share.kept_bytes)
-        writer = Writer(
-            staging.folder,
-            sources,
-            self._options,
-            journal=staging.journal,
-            tally=tally if reads is None else Tally(0, ignore_progress),
-            pool=pool,
-            alignment=direct_write_alignment(staging.folder, rank=self._team.rank),
-            kernel=self._prepared.kernel,
+        """Write the files of all ranks. Where ranks write parts of one, they meet between the steps."""
+        prepared, team = self._prepared, self._team
+        may_cut = sources.is_local and prepared.kernel is KernelCopy.NOTHING
+        shares = shares_of(prepared.output.files, team.size, may_cut=may_cut)
+        mine = RankShare(
+            prepared, shares[team.rank], staging, sources, pool, on_progress=self._on_progress, rank=team.rank
         )
-        share.records = writer.write(files)
-        if reads is not None:
-            reads.finish()
-        share.overflows = dict(writer.overflows)
-        self._check_unchanged(staging, sources)
-        if self._options.verify is not Verify.NONE:
-            self._check_sizes(staging, mine)
-        return share
 
-    def _count_reads(self, sources: SourceFiles, files: Sequence[OutputFile], kept_bytes: int) -> Tally:
-        """Have bytes reported as they come; as a part of those for all `files`, of which `kept_bytes` are there."""
-        prepared = self._prepared
-        if scheme_of(prepared.checkpoint.root).server_without_ranges(prepared.checkpoint.root) is not None:
-            needed = {span.file for output in files for tensor in output.tensors for span in tensor.spans}
-            total = sum(prepared.identities[file].num_bytes for file in needed)
-        else:
-            total = bytes_to_read(files, prepared.checkpoint.tensors)
-        kept = total * kept_bytes // max(sum(output.num_bytes for output in files), 1)
-        tally = Tally(total, self._on_progress, done_bytes=kept)
-        sources.recorder = Recorder(
-            is_tracing=False, on_received=lambda num_bytes, file: tally.add(num_bytes, phase="read", file=file)
-        )
-        return tally
+        def begin() -> dict[str, list[Any]]:
+            sources.check_headers()
+            self._check_unchanged(staging, sources)
+            return mine.begin()
 
-    def _recheck(
-        self, files: Sequence[OutputFile], staging: Staging, pool: BlockPool, tally: Tally
-    ) -> list[ReusableFile | None]:
-        if staging.progress is None:
-            return [None] * len(files)
-        progress = staging.progress.files
-        return [
-            recheck(staging.folder, output, progress[output.file], block_bytes=pool.block_bytes, tally=tally)
-            if output.file in progress
-            else None
-            for output in files
-        ]
+        def finish(written: Mapping[str, PartOnDisk]) -> ProcessResult:
+            result = mine.finish(written)
+            self._check_unchanged(staging, sources)
+            return result
+
+        def alone() -> ProcessResult:
+            there = PartOnDisk.united([begin()])
+            return finish(PartOnDisk.united([mine.write(there)]))
+
+        if all(share.is_whole for each in shares for share in each):
+            return run_on_all_ranks(team, alone)
+        there = PartOnDisk.united(team.all_gather(run_on_all_ranks(team, begin)))
+        written = team.all_gather(run_on_all_ranks(team, lambda: mine.write(there)))
+        return run_on_all_ranks(team, lambda: finish(PartOnDisk.united(written)))
 
     def _check_unchanged(self, staging: Staging, sources: SourceFiles) -> None:
         """Raise ReadError if a source has changed, and keep nothing then; or if one is out of reach."""
@@ -220,13 +171,6 @@ class ReshardRun:
         if changed is not None:
             staging.is_void = True
             raise ReadError(changed, "it was written to while it was read; nothing was kept")
-
-    def _check_sizes(self, staging: Staging, files: Iterable[OutputFile]) -> None:
-        for output in files:
-            found = (staging.folder / output.file).stat().st_size
-            if found != output.num_bytes:
-                reason = f"it has {found} bytes on the disk, {output.num_bytes} were written"
-                raise ReadError(staging.folder / output.file, reason)
 
     def _finish(self, staging: Staging, share: ProcessResult) -> None:
         """Write all other files: an index after the files that it names, the manifest last."""
@@ -284,20 +228,9 @@ def _united(shares: Iterable[ProcessResult]) -> ProcessResult:
         whole.records |= share.records
         whole.kept_files += share.kept_files
         whole.kept_bytes += share.kept_bytes
-        whole.overflows |= share.overflows
+        for tensor, count in share.overflows.items():
+            whole.overflows[tensor] = whole.overflows.get(tensor, 0) + count
     return whole
-
-
-def _assigned(files: Sequence[OutputFile], team: ProcessGroup) -> list[OutputFile]:
-    """Return the files of this rank in their order: largest first, each file goes to the rank with the fewest bytes."""
-    loads = [0] * team.size
-    mine = set()
-    for output in sorted(files, key=lambda output: (-output.num_bytes, output.file)):
-        rank = loads.index(min(loads))
-        loads[rank] += output.num_bytes
-        if rank == team.rank:
-            mine.add(output.file)
-    return [output for output in files if output.file in mine]
 
 
 def _link(folder: Path, alias: str, name: str, records: Mapping[str, FileRecord]) -> FileRecord:

@@ -9,8 +9,8 @@ import pytest
 from host_ranks import SILENCE_SECONDS, ends, launched, rank_command, torchrun
 
 from bigload.distributed.process_group import SingleProcess
-from bigload.layouts import execution
 from bigload.layouts.reshard import reshard
+from bigload.loading.progress import Tally
 from builders import contents, make_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -114,9 +114,9 @@ def impatient(source, out):
     _run_program(source, out)
 
 
-def slow(source, out):
+def slow(source, out, shard_bytes=SHARD_BYTES):
     """Reshard slowly, and tell the test of the first window that is written."""
-    add = execution.Tally.add
+    add = Tally.add
 
     def add_slowly(self, num_bytes, *, phase, file):
         add(self, num_bytes, phase=phase, file=file)
@@ -125,14 +125,23 @@ def slow(source, out):
             sys.stdout.flush()
             time.sleep(0.7)
 
-    execution.Tally.add = add_slowly
-    _run_program(source, out)
+    Tally.add = add_slowly
+    _run_program(source, out, shard_bytes)
 
 
-def _run_program(source, out):
+def in_parts(source, out):
+    """Reshard to one file, of which each rank writes a part, however small it is; slowly, as `slow`."""
+    from bigload.layouts.writing import shares, writer
+
+    shares.LEAST_GAIN_BYTES = 0
+    shares.WINDOW_BYTES = writer.WINDOW_BYTES = writer.NOTE_PART_EVERY_BYTES = 4096
+    slow(source, out, "none")
+
+
+def _run_program(source, out, shard_bytes=SHARD_BYTES):
     from bigload_cli import app
 
-    sys.argv = ["bigload", "reshard", source, out, "--max-shard-size", str(SHARD_BYTES), "--io-threads", "1"]
+    sys.argv = ["bigload", "reshard", source, out, "--max-shard-size", str(shard_bytes), "--io-threads", "1"]
     app.main()
 
 
@@ -161,6 +170,28 @@ def test_a_host_that_goes_ends_the_run_and_another_resumes_it(  # noqa: PLR0917
     assert resumed.returncode == 0, errors
     assert weights(tmp_path / "shared" / "out") == expected
     assert entries(tmp_path / "shared") == ["model", "out"]
+
+
+def test_hosts_write_parts_of_one_file_and_another_number_resumes(make_hosts, source, tmp_path):
+    reshard(source, tmp_path / "expected", max_shard_bytes=None, team=SingleProcess())
+    hosts = make_hosts(3, has_shared=True)
+    shared = tmp_path / "shared"
+    shutil.copytree(source, shared / "model")
+    first = launched(hosts, *rank_command(in_parts, "/tmp/shared/model", "/tmp/shared/out", is_joined=False))
+    for process in first:
+        assert process.stdout.readline() == "writes\n", process.communicate()
+    hosts[2].die()
+    for _, errors in ends(first[:2]):
+        assert "process 2 failed" in errors
+    assert {path.name for path in (shared / "out.partial").iterdir()} >= {"model.safetensors"}
+    resumed = hosts[1].start(*command("/tmp/shared/model", "/tmp/shared/out", "--max-shard-size", "none", "--resume"))
+    ((_, errors),) = ends([resumed])
+    assert resumed.returncode == 0, errors
+    assert weights(shared / "out") == weights(tmp_path / "expected")
+    second = launched(hosts[:2], *rank_command(in_parts, "/tmp/shared/model", "/tmp/shared/again", is_joined=False))
+    written = ends(second)
+    assert [process.returncode for process in second] == [0, 0], written
+    assert weights(shared / "again") == weights(tmp_path / "expected")
 
 
 @pytest.mark.parametrize("is_static", [False, True])

@@ -236,10 +236,10 @@ def test_a_source_that_changed_voids_the_work_of_all(source, tmp_path, monkeypat
 
 BIGLOAD = """
 import os, sys, time
-from bigload.layouts import execution
+from bigload.layouts import rank_share
 from bigload_cli import app
 
-class SlowTally(execution.Tally):
+class SlowTally(rank_share.Tally):
     def add(self, num_bytes, *, phase, file):
         super().add(num_bytes, phase=phase, file=file)
         if os.environ.get("TELL") and phase == "write":
@@ -247,7 +247,7 @@ class SlowTally(execution.Tally):
                 told.write(str(os.getpid()))
             time.sleep(0.5)
 
-execution.Tally = SlowTally
+rank_share.Tally = SlowTally
 app.main()
 """
 

@@ -154,7 +154,8 @@ class UnorderedFile(FileInProgress):
     """An output file whose windows are written in any order; its digest follows, over what is read back from the disk.
 
     So many connections can each transfer a long range, though a digest is computed in file order and memory is small.
-    Each window is read back once, and compared by its digest.
+    Each window is read back once, and compared by its digest. Of a file that several ranks write, each has one of these
+    for its own windows, and the rank that finishes the file reads them back.
     """
 
     def __post_init__(self) -> None:
@@ -164,13 +165,22 @@ class UnorderedFile(FileInProgress):
         self._following = threading.Lock()
         self._next = 0
 
-    def take_windows(self) -> set[int]:
-        """Take the windows that are on the disk already, and return their numbers."""
-        there = {} if self.kept is None else self.kept.windows
+    def take_windows(self, there: Mapping[tuple[int, int], str]) -> set[int]:
+        """Take the windows that are on the disk already, of those in `there`, and return their numbers."""
         edges = ((window.start, window.stop) for window in self.windows)
         self._written = {number: there[pair] for number, pair in enumerate(edges) if pair in there}
         self._num_counted += sum(self.windows[number].num_bytes for number in self._written)
         return set(self._written)
+
+    @property
+    def digests_of_windows(self) -> dict[tuple[int, int], str]:
+        """Digests of the windows that are on the disk, by start and stop."""
+        return {(self.windows[each].start, self.windows[each].stop): found for each, found in self._written.items()}
+
+    @property
+    def unnoted_bytes(self) -> int:
+        """Bytes that are written and not yet in the journal, or nearly so many."""
+        return len(self._unnoted) * self.windows[0].num_bytes if self._unnoted else 0
 
     def written(self, number: int, digest: str) -> None:
         """Count window `number`, which has this digest, as written."""

@@ -33,6 +33,7 @@ class OutputFileWriter:
         path: The file. Unless part of it is kept, it is created anew and replaces any file or link of this name.
         num_bytes: Final size.
         kept_bytes: Bytes to keep of an older file at this path; the rest is dropped.
+        is_there: Another process has created the file, with its size, and may be writing to it.
         alignment: Alignment of direct writes in bytes; `None` to write through the page cache.
 
     Attributes:
@@ -42,7 +43,9 @@ class OutputFileWriter:
         WriteError: the file cannot be created, or the file to keep is a link or has a further hard link.
     """
 
-    def __init__(self, path: Path, *, num_bytes: int, alignment: int | None, kept_bytes: int = 0) -> None:
+    def __init__(
+        self, path: Path, *, num_bytes: int, alignment: int | None, kept_bytes: int = 0, is_there: bool = False
+    ) -> None:
         self.path = path
         self.has_failed = False
         self._num_bytes = num_bytes
@@ -51,12 +54,14 @@ class OutputFileWriter:
         self.descriptor = -1
         try:
             with write_errors(path):
-                if not kept_bytes:
+                if not (kept_bytes or is_there):
                     _unlink(path)
                     flags |= os.O_CREAT | os.O_EXCL
                 self.descriptor = os.open(path, flags, 0o666)
                 if os.fstat(self.descriptor).st_nlink > 1:
                     raise OSError(errno.EMLINK, "it is a hard link, expected a file without another name")
+                if is_there:
+                    return
                 os.ftruncate(self.descriptor, kept_bytes)
                 # One block too long until it is finished, so that readers of safetensors refuse it: a file left by a
                 # crash has a header, and with its final size it would pass for complete.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import xxhash
 from bigload.checkpoint.manifest import FileRecord
 from bigload.checkpoint.model import TensorInfo
 from bigload.checkpoint.sources.range_streams import Shares
+from bigload.errors import RankError
 from bigload.layouts.choices import Verify
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import OutputFile
@@ -43,6 +44,13 @@ MAX_RUN_BYTES = 64 * MIB
 
 LEAST_WINDOW_BYTES = 64 * KIB
 
+NOTE_PART_EVERY_BYTES = 256 * MIB
+"""Bytes of a part of a file between two lines of the journal."""
+
+
+WindowDigests = dict[tuple[int, int], str]
+"""Digests of windows of a file, by start and stop."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileToWrite:
@@ -51,6 +59,28 @@ class FileToWrite:
     output: OutputFile
     ranges: DataRanges
     kept: ReusableFile | None = None
+
+    @property
+    def begin(self) -> int:
+        """Where writing begins: at the block of the first byte that is not kept."""
+        return 0 if self.kept is None else self.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartToWrite:
+    """Ranges of data of a file that is there, with its size, and of which other ranks may write the rest.
+
+    Attributes:
+        output: The file.
+        ranges: What this rank writes of it.
+        begin: Everything before this byte is there.
+        windows: Windows behind that are there.
+    """
+
+    output: OutputFile
+    ranges: DataRanges
+    begin: int = 0
+    windows: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
 
 class Writer:
@@ -119,8 +149,94 @@ class Writer:
         finally:
             for file in self._open_files:
                 file.abandon()
-            self._memory.close()
         return records
+
+    def begin(self, file: FileToWrite) -> None:
+        """Create a file of which several ranks write parts, with its size, or drop of it what cannot be kept."""
+        kept_bytes = 0 if file.kept is None else file.kept.stop
+        self._sink(file.output, kept_bytes=kept_bytes).close()
+
+    def write_parts(self, parts: Iterable[PartToWrite]) -> dict[str, WindowDigests]:
+        """Write the windows of `parts`, and return the digests of all that are on the disk, by file.
+
+        Nothing is read back here: `finish` does that. Raises as `write` does.
+        """
+        open_files: list[UnorderedFile] = []
+        try:
+            jobs = (job for part in parts for job in self._jobs_of_part(part, open_files))
+            run_jobs(self._do_job, self._with_memory(jobs), threads=self._threads)
+            for file in open_files:
+                file.note_windows()
+            return {file.output.file: file.digests_of_windows for file in open_files}
+        finally:
+            for file in open_files:
+                file.abandon()
+
+    def finish(self, files: Iterable[tuple[FileToWrite, WindowDigests]]) -> dict[str, FileRecord]:
+        """Read back files whose windows are all on the disk, compare each with its digest, and return their records.
+
+        Raises:
+            RankError: windows are missing.
+            DamagedOutputError: a window is not the one that was written.
+            WriteError, ReadError: the system refused.
+        """
+        records: dict[str, FileRecord] = {}
+        try:
+            jobs = (job for file, written in files for job in self._jobs_to_finish(file, written, records))
+            run_jobs(self._do_job, self._with_memory(jobs), threads=self._threads)
+        finally:
+            for file in self._open_files:
+                file.abandon()
+        return records
+
+    def close(self) -> None:
+        """Give memory back."""
+        self._memory.close()
+
+    def _jobs_of_part(self, part: PartToWrite, open_files: list[UnorderedFile]) -> Iterator[_Job]:
+        file = UnorderedFile(
+            output=part.output,
+            sink=self._sink(part.output, is_there=True),
+            journal=self._journal,
+            tally=self._tally,
+            records={},
+            kept=None,
+        )
+        open_files.append(file)
+        for start, stop in part.ranges.pairs:
+            file.sink.reserve(max(start, part.begin), stop)
+        file.windows = list(windows(part.output, part.ranges, begin=part.begin, window_bytes=self._window_bytes))
+        there = file.take_windows(part.windows)
+        for number, window in enumerate(file.windows):
+            if number not in there:
+                yield _Job(file, window, number, is_copied=False)
+
+    def _jobs_to_finish(
+        self, file: FileToWrite, written: WindowDigests, records: dict[str, FileRecord]
+    ) -> Iterator[_Job]:
+        output = file.output
+        pairs = sorted(written)
+        missing = file.ranges.without(DataRanges(((0, file.begin), *_merged(pairs)))).num_bytes
+        if missing:
+            raise RankError(None, f"{missing} bytes of {output.file} were written by no process")
+        sink = self._sink(output, is_there=True)
+        open_file = FileInProgress(
+            output=output, sink=sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
+        )
+        self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), open_file]
+        open_file.windows = [Window(start, stop, b"", ()) for start, stop in pairs]
+        if not pairs:
+            open_file.finish()
+        for number, window in enumerate(open_file.windows):
+            yield _Job(open_file, window, number, is_copied=False, digest=written[window.start, window.stop])
+
+    def _sink(self, output: OutputFile, *, kept_bytes: int = 0, is_there: bool = False) -> OutputFileWriter:
+        path = self._folder / output.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        num_bytes, alignment = output.num_bytes, self._alignment
+        return OutputFileWriter(
+            path, num_bytes=num_bytes, alignment=alignment, kept_bytes=kept_bytes, is_there=is_there
+        )
 
     def _jobs(self, files: Iterable[FileToWrite], records: dict[str, FileRecord]) -> Iterator[_Job]:
         for _, siblings in groupby(files, key=lambda file: [tensor.name for tensor in file.output.tensors]):
@@ -159,7 +275,7 @@ class Writer:
             return
         path = self._folder / output.file
         path.parent.mkdir(parents=True, exist_ok=True)
-        begin = 0 if file.kept is None else file.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
+        begin = file.begin
         kept_bytes = begin if file.kept is None or not file.kept.windows else file.kept.stop
         cut: Iterable[Window] = ()
         if is_remote:
@@ -187,7 +303,8 @@ class Writer:
         open_file.windows = [window for window, _ in found]
         if not found:
             open_file.finish()
-        there = open_file.take_windows() if isinstance(open_file, UnorderedFile) else set()
+        kept_windows = {} if file.kept is None else file.kept.windows
+        there = open_file.take_windows(kept_windows) if isinstance(open_file, UnorderedFile) else set()
         for number, (window, is_copied) in enumerate(found):
             if number not in there:
                 yield _Job(open_file, window, number, is_copied)
@@ -243,10 +360,18 @@ class Writer:
 
     def _write_window(self, job: _Job, block: Buffer, lent: ExitStack) -> None:
         window, file = job.window, job.file
-        view = self._filled(job, block)
         num_bytes = window.num_bytes
+        if job.digest is not None:
+            self._read_back(job, memoryview(block)[: file.sink.padded(num_bytes)], lent)
+            return
+        view = self._filled(job, block)
         if not job.is_copied:
             file.sink.write(view, window.start)
+        if isinstance(file, UnorderedFile):
+            file.written(job.number, xxhash.xxh3_128_hexdigest(view[:num_bytes]))
+            if file.unnoted_bytes >= NOTE_PART_EVERY_BYTES:
+                file.note_windows()
+            return
         if self._verify is Verify.FULL:
             with self._pool.lend() as other:
                 back = memoryview(other)[: len(view)]
@@ -259,15 +384,40 @@ class Writer:
         else:
             file.done(job.number)
 
+    def _read_back(self, job: _Job, view: memoryview, lent: ExitStack) -> None:
+        window, file = job.window, job.file
+        file.sink.read(view, window.start)
+        content = view[: window.num_bytes]
+        if xxhash.xxh3_128_hexdigest(content) != job.digest:
+            raise file.verification_error(window.start)
+        file.digests.add(job.number, window.start, content, lent)
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Window number `number` of a file; `is_copied` says that the kernel has put its bytes there already."""
+    """Window number `number` of a file.
+
+    Attributes:
+        is_copied: The kernel has put its bytes there already.
+        digest: Of its bytes, if they are on the disk and are to be read back.
+    """
 
     file: FileInProgress
     window: Window
     number: int
     is_copied: bool
+    digest: str | None = None
+
+
+def _merged(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join neighbours of sorted ranges."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in pairs:
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
 
 
 def _neighbours(jobs: list[_Job], shares: Shares, *, window_bytes: int) -> Iterator[list[_Job]]:
