@@ -134,7 +134,7 @@ def in_parts(source, out):
     from bigload.layouts.writing import shares, writer
 
     shares.LEAST_GAIN_BYTES = 0
-    shares.WINDOW_BYTES = writer.WINDOW_BYTES = writer.NOTE_PART_EVERY_BYTES = 4096
+    shares.WINDOW_BYTES = writer.WINDOW_BYTES = writer.NOTE_PART_EVERY_BYTES = 16 * 1024
     slow(source, out, "none")
 
 
@@ -172,7 +172,8 @@ def test_a_host_that_goes_ends_the_run_and_another_resumes_it(  # noqa: PLR0917
     assert entries(tmp_path / "shared") == ["model", "out"]
 
 
-def test_hosts_write_parts_of_one_file_and_another_number_resumes(make_hosts, source, tmp_path):
+def test_hosts_write_parts_of_one_file_and_another_number_resumes(make_hosts, tmp_path):
+    source = make_checkpoint(tmp_path / "source", blocks=1, hidden=64, vocab=256)
     reshard(source, tmp_path / "expected", max_shard_bytes=None, team=SingleProcess())
     hosts = make_hosts(3, has_shared=True)
     shared = tmp_path / "shared"
