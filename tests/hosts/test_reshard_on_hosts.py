@@ -182,8 +182,9 @@ def test_hosts_write_parts_of_one_file_and_another_number_resumes(make_hosts, tm
     for process in first:
         assert process.stdout.readline() == "writes\n", process.communicate()
     hosts[2].die()
-    for _, errors in ends(first[:2]):
-        assert "process 2 failed" in errors
+    told = [errors for _, errors in ends(first[:2])]
+    assert [process.returncode for process in first[:2]] == [1, 1]
+    assert any("process 2 failed" in errors for errors in told)  # who is slow may find only who has heard it first gone
     assert {path.name for path in (shared / "out.partial").iterdir()} >= {"model.safetensors"}
     resumed = hosts[1].start(*command("/tmp/shared/model", "/tmp/shared/out", "--max-shard-size", "none", "--resume"))
     ((_, errors),) = ends([resumed])
