@@ -25,7 +25,7 @@ from bigload.errors import (
     StalePlanError,
     WriteError,
 )
-from bigload.layouts import execution
+from bigload.layouts import execution, rank_share
 from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.preparation import prepare_reshard
@@ -675,7 +675,7 @@ def test_an_altered_byte_is_found_and_its_file_offset_and_tensor_are_named(tiny,
             view[self._num_bytes - 1 - offset] ^= 4
 
     monkeypatch.setattr(OutputFileWriter, way, spoil)
-    monkeypatch.setattr(execution, "direct_write_alignment", lambda folder, *, rank=0: None)
+    monkeypatch.setattr(rank_share, "direct_write_alignment", lambda folder, *, rank=0: None)
     prepared = prepare_reshard(planned(tiny), out, ReshardOptions(threads=1))
     with pytest.raises(DamagedOutputError) as caught, nothing_left_of(out):
         run_reshard(prepared)

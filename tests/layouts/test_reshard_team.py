@@ -15,7 +15,7 @@ import pytest
 import bigload
 from bigload.distributed.process_group import SingleProcess
 from bigload.errors import BigloadError, OutputExistsError, RankError, ReadError, WriteError
-from bigload.layouts import execution
+from bigload.layouts import execution, rank_share
 from bigload.layouts.reshard import reshard
 from bigload.layouts.writing import staging as staging_module
 from bigload.layouts.writing.journal import journal_name
@@ -124,23 +124,24 @@ def test_the_last_share_is_the_last_place_to_die_at(source, tmp_path):
     assert {end[1] for end in ends} == {NUM_SHARES}
 
 
-@pytest.mark.parametrize("step", ["_begin", "_write", "_finish"])
+@pytest.mark.parametrize("step", ["_begin", "finish", "_finish"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_in_one_is_told_by_all_and_the_work_is_gone_on_with(  # noqa: PLR0917
     source, expected, out, monkeypatch, step, failing
 ):
-    original = getattr(execution.ReshardRun, step)
+    kind = rank_share.RankShare if step == "finish" else execution.ReshardRun
+    original = getattr(kind, step)
 
     def refused(self, *arguments):
         result = original(self, *arguments)
-        if self._team.rank == failing:
+        if (self._rank if step == "finish" else self._team.rank) == failing:
             raise ReadError("model.safetensors", "input/output error")
         return result
 
     with monkeypatch.context() as patched:
-        patched.setattr(execution.ReshardRun, step, refused)
+        patched.setattr(kind, step, refused)
         ends = outcomes(2, lambda team: run(source, out, team))
-    if failing == 1 and step != "_write":  # which only the first does
+    if failing == 1 and step != "finish":  # which only the first does
         assert contents(out) == expected
         return
     assert isinstance(ends[failing], ReadError)

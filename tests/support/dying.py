@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.errors import BigloadError
-from bigload.layouts import execution
+from bigload.layouts import rank_share
 from bigload.layouts.reshard import reshard
 from bigload.layouts.writing import files_in_progress as files_module
 from bigload.layouts.writing import output_file_writer as sink_module
@@ -89,7 +89,7 @@ class Case:
 
     def run(self) -> None:
         if not self.is_direct:
-            execution.direct_write_alignment = lambda folder, *, rank=0: None
+            rank_share.direct_write_alignment = lambda folder, *, rank=0: None
         reshard(
             self.source,
             self.out,
