@@ -242,6 +242,19 @@ def test_factors_of_frequencies_are_those_of_transformers():
     assert torch.allclose(plain / factors, expected.double(), rtol=1e-6)
 
 
+def test_layers_with_a_window_keep_their_rotary_embedding(tmp_path):
+    bases = {"full_attention": 1e6, "sliding_attention": 50.0}
+    rope = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    config = transformers.Gemma3TextConfig(**SIZES, head_dim=32, query_pre_attn_scalar=32, rope_parameters=rope)
+    transformers.Gemma3ForCausalLM(config).save_pretrained(tmp_path / "in")
+    bigload.reshard(tmp_path / "in", tmp_path / "gguf", layout="gguf")
+    fields = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf").fields
+    assert fields["gemma3.rope.freq_base_swa"].contents() == 50.0
+    bigload.reshard(tmp_path / "gguf" / "model.gguf", tmp_path / "back", dtype="fp32")
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
+    assert {kind: found[kind]["rope_theta"] for kind in bases} == bases
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case != "gpt-oss"])  # which is not written
 def test_llama_cpp_answers_as_transformers(tmp_path, case):
     tokenizers = pytest.importorskip("tokenizers")

@@ -127,7 +127,11 @@ FAMILIES: Mapping[str, Family] = {
         adds_one=True,
     ),
     "gemma3": Family(
-        model_type="gemma3_text", architecture="Gemma3ForCausalLM", block=_GEMMA, keys=_SIZES, adds_one=True
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        block=_GEMMA,
+        keys={**_SIZES, "rope.freq_base_swa": "rope_local_base_freq"},
+        adds_one=True,
     ),
     "phi3": Family(
         model_type="phi3",

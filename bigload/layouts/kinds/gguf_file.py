@@ -200,10 +200,11 @@ def _metadata(
         "num_experts": experts,
         "num_local_experts": experts,
         "rope_theta": _rope(config).get("rope_theta", config.get("rope_theta")),
+        "rope_local_base_freq": _local_rope_theta(config),
     }
     if config.get("use_sliding_window") is False:
         values.pop("sliding_window", None)
-    floats = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "softcapping")
+    floats = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping")
     for key, known in family.keys.items():
         value = values.get(known)
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -232,10 +233,17 @@ def _head_dim(config: Mapping[str, object]) -> int:
     return hidden // heads
 
 
+def _local_rope_theta(config: Mapping[str, object]) -> object:
+    """Return the base of the rotary embedding in layers with a window; transformers 5 has another key than 4."""
+    parameters = config.get("rope_parameters")
+    inner = parameters.get("sliding_attention") if isinstance(parameters, dict) else None
+    return inner.get("rope_theta") if isinstance(inner, dict) else config.get("rope_local_base_freq")
+
+
 def _rope(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the parameters of the rotary embedding: transformers 5 has another key for them than 4.
 
-    Of Gemma 3, which has others for layers with a window, those of the other layers: llama.cpp has the rest built in.
+    Of Gemma 3, which has others for layers with a window, those of the other layers.
     """
     for key in ("rope_parameters", "rope_scaling"):
         found = config.get(key)
