@@ -159,7 +159,7 @@ def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
             context=keywords.get("context", 0),
             batch=keywords.get("batch", 1),
             kv_dtype=_dtype("kv_dtype", keywords.get("kv_dtype")),
-            load_dtype=None if quantize else _dtype("dtype", dtype),
+            load_dtype=None if quantize else _load_dtype(dtype),
             attention=None if attention is None else _word("attention", attention, Attention),
         ),
         overhead=None if overhead is None else _size("overhead", overhead),
@@ -224,6 +224,22 @@ def _dtype(name: str, value: DType | str | None) -> DType | None:
         return parse_dtype(value)
     except ValueError as error:
         raise OptionError(f"{name}: {error}") from None
+
+
+def _load_dtype(value: DType | str | None) -> DType | None:
+    """Return the dtype that weights are cast to, if it is one.
+
+    Raises:
+        OptionError: it is none, or one of too few bits.
+    """
+    try:
+        found = _dtype("dtype", value)
+        Workload(load_dtype=found)
+    except OptionError as error:
+        from bigload.conversion.quantised_tensors import SCHEMES
+
+        raise OptionError(error.message, hint=f"for what quantised weights would take: {', '.join(SCHEMES)}") from None
+    return found
 
 
 def _size(name: str, value: object) -> int:

@@ -66,8 +66,9 @@ def test_it_says_what_it_is_and_is_not_carried_out(model, tmp_path):
     ],
 )
 def test_other_words_are_refused(model, dtype, message):
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises(OptionError, match=message) as caught:
         bigload.plan(model, {"cpu": "1GiB"}, dtype=dtype)
+    assert "fp8-block, fp8-channel, int8, int4-g32" in caught.value.hint
 
 
 def test_quantised_weights_are_refused(model, tmp_path):
