@@ -16,7 +16,8 @@ from rank_processes import run_ranks
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    *((torch.float8_e8m0fnu,) if hasattr(torch, "float8_e8m0fnu") else ()),  # torch 2.6 has none
 ]
 
 

@@ -44,7 +44,7 @@ def names_of(tensors):
         (torch.complex64, 8),
         (torch.int64, 8),
         (torch.float8_e4m3fn, 1),
-        (torch.float8_e8m0fnu, 1),
+        *([(torch.float8_e8m0fnu, 1)] if hasattr(torch, "float8_e8m0fnu") else []),  # torch 2.6 has none
         (torch.qint8, 1),
         (torch.bool, 1 / 8),
         ("float16", 2),
