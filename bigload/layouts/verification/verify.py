@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
 from bigload.checkpoint.delta import DELTA_FILE, read_delta
-from bigload.checkpoint.formats.registry import format_of, read_shard_header
+from bigload.checkpoint.formats.registry import DCP, format_of, read_shard_header
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest, read_manifest_file
 from bigload.checkpoint.model import Span, TensorInfo
@@ -236,7 +236,8 @@ class _FileCheck:
         self._tally = tally
         self._left_bytes = record.num_bytes
         # What was copied unchanged has a digest as a whole, and none for each tensor.
-        self._has_header = bool(record.tensors) and format_of(file) is not None
+        # The parts of a distributed checkpoint have none, another file describes them.
+        self._has_header = bool(record.tensors) and format_of(file) not in (None, DCP)
 
     def size(self) -> tuple[FileProblem, ...]:
         """Return why the file is not there, or not of its size."""
