@@ -285,6 +285,7 @@ def test_lists_of_parameters_come_with_the_module_that_uses_them(offloaded, is_n
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")  # torch 2.15
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, INPUT)])
 @pytest.mark.parametrize(
     "offloaded",
