@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bigload.errors import OptionError
 from bigload.planning.tensor_parallel.division import MAX_RANKS
+from bigload.units import counted
 
 GPU_BANDWIDTH = 450 * 10**9
 """Bytes per second from a GPU to others of its host: NVLink 4, as of H100 and H200."""
@@ -36,8 +37,8 @@ class RankGrid:
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANKS:
                 raise OptionError.of(name, value, f"1 to {MAX_RANKS}")
         if self.num_ranks % self.hosts:
-            expected = f"a number that divides {self.num_ranks} ranks (tp {self.tp} x pp {self.pp}): hosts are alike"
-            raise OptionError.of("hosts", self.hosts, expected)
+            ranks = f"{counted(self.num_ranks, 'rank')} (tp {self.tp} x pp {self.pp})"
+            raise OptionError.of("hosts", self.hosts, f"a number that divides {ranks}: hosts are alike")
 
     @property
     def num_ranks(self) -> int:

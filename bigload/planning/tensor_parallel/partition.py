@@ -57,7 +57,7 @@ def partition(checkpoint: Checkpoint, *, tp: int, rules: Mapping[str, str] | Non
     divisions = dict.fromkeys(checkpoint.tensors, WHOLE)
     summed: list[str] = []
     problems: dict[tuple[str, str], list[str]] = {}
-    for layer, alike in _layers(checkpoint, override_rules(rules or {})):
+    for layer, alike in _layers(checkpoint, override_rules(rules or {}), tp):
         leaf_of = {tensor.name: leaf for leaf, tensor in alike.example.items()}
         try:
             for name, division in divider.divide(layer).items():
@@ -91,7 +91,7 @@ class _Alike:
     names: Mapping[str, Mapping[str, str]]
 
 
-def _layers(checkpoint: Checkpoint, overrides: tuple[Rule, ...]) -> list[tuple[RuledLayer, _Alike]]:
+def _layers(checkpoint: Checkpoint, overrides: tuple[Rule, ...], tp: int) -> list[tuple[RuledLayer, _Alike]]:
     """Return the layers of `checkpoint` that a rule divides, one for all that are alike: models have tens of thousands.
 
     Raises:
@@ -115,7 +115,7 @@ def _layers(checkpoint: Checkpoint, overrides: tuple[Rule, ...]) -> list[tuple[R
             hint="a pattern is the end of a name of a module or tensor, with * for one part of it: bigload inspect "
             "shows the names",
         )
-    if not rules.used:
+    if not rules.used and tp > 1:  # a single rank has all there is, whatever the model
         raise _unknown(checkpoint, config)
     _check_companions([name for layer, alike in layers if "" in layer.tensors for name in alike.names], others)
     return layers

@@ -1,6 +1,7 @@
 """What ranks hold is what a recount from names and shapes gives, and no other stages have a less full rank."""
 
 from itertools import combinations
+from math import prod
 
 import pytest
 from hypothesis import given
@@ -258,6 +259,28 @@ def test_options_of_one_machine_are_refused():
         request(2, policy="balanced")
     with pytest.raises(OptionError, match="one machine"):
         request(2, no_split=["model.*"])
+
+
+def test_stages_of_single_ranks_need_no_rules():
+    forms = {f"layers.{layer}.mixer.weight": ("F32", [10, 10]) for layer in range(4)}
+    checkpoint = checkpoint_of(forms, config={"model_type": "not-known"})
+    plan = plan_parallel(checkpoint, LARGE, request(1, 2))
+    assert [use.weights_bytes for use in plan.ranks] == [800, 800]
+    with pytest.raises(PartitionError, match="no rules"):
+        plan_parallel(checkpoint, LARGE, request(2, 2))
+
+
+def test_a_block_that_several_layers_share_is_on_each_stage_that_runs_it():
+    forms = {"model.embed_tokens.weight": ("F32", [8, 8])}
+    for layer in range(6):
+        forms[f"model.layers.{layer}.mamba_decoder.in_proj.weight"] = ("F32", [16, 8])
+    shared = "shared_transformer.self_attn.q_proj.weight"
+    forms |= {f"model.layers.{layer}.{shared}": ("F32", [64, 8]) for layer in (1, 4)}
+    checkpoint = checkpoint_of(forms, config={"model_type": "zamba2", "num_hidden_layers": 6})
+    plan = plan_parallel(checkpoint, LARGE, request(1, 2))
+    names = {name for modules in plan.stages for name in modules}
+    assert all(any(f"{tensor}.".startswith(f"{name}.") for name in names) for tensor in forms)
+    assert sum(use.weights_bytes for use in plan.ranks) >= sum(4 * prod(shape) for _, shape in forms.values())
 
 
 def test_a_plan_for_ranks_in_python():
