@@ -122,7 +122,7 @@ release: $(STAMP)  ## Build wheel and sdist into dist/, check both, and try the 
 	rm -rf .venv-release && $(PYTHON) -m venv .venv-release
 	.venv-release/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	.venv-release/bin/pip check
-	BIGLOAD_BASE=.venv-release $(BIN)/pytest -q tests/install
+	BIGLOAD_BASE="$(CURDIR)/.venv-release" $(BIN)/pytest -q tests/install
 
 pictures: $(NIGHTLY_STAMP)  ## Make the pictures of README and docs anew, by running what they show.
 	$(NIGHTLY)/bin/python docs/pictures.py
