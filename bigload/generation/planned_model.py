@@ -17,7 +17,7 @@ from bigload.extras import require
 from bigload.loading.tensors import torch_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
-from bigload.runtime.device_map.blocks import DeviceMap, device_of, main_device_of
+from bigload.runtime.device_map.blocks import OFFLOADED, DeviceMap, device_name, device_of, main_device_of
 from bigload.runtime.dispatch.load_and_dispatch import load_and_dispatch, load_checkpoint_and_dispatch
 from bigload.runtime.modules.init_empty_weights import init_empty_weights
 from bigload.runtime.modules.quantised_layers import prepare_quantised
@@ -95,8 +95,11 @@ class ModelMaker:
         """Whether a model of this class has a `generate` of transformers."""
         return bool(self.model_class.can_generate())
 
-    def empty(self, *, keeps_cache: bool) -> nn.Module:
-        """Return a model without values; with `keeps_cache` its outputs carry the KV cache."""
+    def empty(self, *, keeps_cache: bool, is_offloaded: bool = False) -> nn.Module:
+        """Return a model without values; with `keeps_cache` its outputs carry the KV cache.
+
+        `is_offloaded` says that some of its weights will be brought for each forward.
+        """
         self.config.use_cache = keeps_cache
         usual = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
@@ -105,7 +108,7 @@ class ModelMaker:
                 model: nn.Module = self.model_class(self.config)
         finally:
             torch.set_default_dtype(usual)
-        prepare_quantised(model)
+        prepare_quantised(model, is_offloaded=is_offloaded)
         model.tie_weights()  # type: ignore[operator]  # parameters were replaced one by one
         return model.eval()
 
@@ -182,7 +185,9 @@ class PlannedModel:
 
     def empty(self) -> nn.Module:
         """Return the model without values."""
-        return self.maker.empty(keeps_cache=self.keeps_cache)
+        main = device_name(main_device_of(self.device_map))
+        is_offloaded = not {*OFFLOADED}.isdisjoint({*map(device_name, self.device_map.values())} - {main})
+        return self.maker.empty(keeps_cache=self.keeps_cache, is_offloaded=is_offloaded)
 
     def dispatched(self, empty: nn.Module | None = None) -> nn.Module:
         """Return the model dispatched by bigload, its streamed weights read from the checkpoint.

@@ -46,10 +46,12 @@ LARGEST = {("int", 4): 7, ("int", 8): 127, ("float", 8): 448}
 WORDS = {"bits": 4, "group_size": 32}
 WRITTEN = {
     "gptq": lambda folder: of_gptqmodel(
-        folder, {"quant_method": "gptq", **WORDS, "desc_act": True, "sym": False}, gptq_layer
+        folder, {"quant_method": "gptq", **WORDS, "desc_act": True, "sym": False, "backend": "torch"}, gptq_layer
     ),
     "awq": lambda folder: of_gptqmodel(
-        folder, {"quant_method": "awq", **WORDS, "version": "gemm", "zero_point": True}, awq_layer
+        folder,
+        {"quant_method": "awq", **WORDS, "version": "gemm", "zero_point": True, "backend": "torch_awq"},
+        awq_layer,
     ),
     "compressed-int4": lambda folder: of_compressed_tensors(
         folder, "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -223,6 +225,19 @@ def test_a_quantised_model_in_memory_is_offloaded_as_it_is(tmp_path, quantised, 
         model = offload(model)
         for _ in range(2):
             assert torch.equal(answer(model), expected)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_offloaded_words_are_taken_by_a_kernel_that_leaves_them_as_they_are(tmp_path, method):
+    """Without a backend in the config: the fastest kernels of gptqmodel rearrange weights once."""
+    WRITTEN[method](tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]["backend"]
+    file.write_text(json.dumps(config))
+    planned = PlannedModel.open(tmp_path, None, asked_by="run", keeps_cache=True)
+    generator = TextGenerator(planned, planned.dispatched(), sampling=Sampling(temperature=0))
+    assert len(generator.answer(IDS[0].tolist(), max_new_tokens=6).tokens) == 6
 
 
 def test_a_plan_counts_packed_bytes_and_is_carried_out(quantised):

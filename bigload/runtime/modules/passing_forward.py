@@ -17,7 +17,9 @@ from bigload.errors import DispatchedModelError
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
-_KERNELS_OF_TORCH = frozenset({"TorchAtenLinear", "TorchAtenAwqLinear", "TorchLinear", "TorchAwqLinear"})
+_KERNELS_OF_TORCH = frozenset(
+    {"TorchAtenLinear", "TorchAtenAwqLinear", "TorchLinear", "TorchAwqLinear", "AwqTorchLinear"}
+)
 """Layers of gptqmodel that change weights at their first forward only, and nothing outside of the layer."""
 
 
@@ -110,7 +112,7 @@ def _refuse_other_kernels(name: str, module: nn.Module) -> None:
             f"{kind} of gptqmodel rearranges its weights once they are loaded, and cannot have them brought for each "
             "forward",
             [name],
-            hint='give the config the backend "torch" before the model is made, or keep these layers on a device',
+            hint="prepare the model by prepare_quantised(model, is_offloaded=True), or keep these layers on a device",
         )
 
 

@@ -22,12 +22,17 @@ _ON_ACCELERATORS = frozenset(
 _ACCELERATORS = frozenset({"cuda", "xpu"})
 
 
-def prepare_quantised(model: nn.Module) -> nn.Module:
+_KERNELS_TO_OFFLOAD = {"gptq": "torch", "awq": "torch_awq"}
+"""Backends of gptqmodel whose layers keep their weights as they are stored."""
+
+
+def prepare_quantised(model: nn.Module, *, is_offloaded: bool = False) -> nn.Module:
     """Give `model` the layers in which its config says that its weights are quantised, and return it.
 
     A model of transformers without values, as `from_config` makes it under `init_empty_weights`, has plain layers, also
     where its checkpoint is quantised. One whose config names no quantisation stays as it is, and so does one that
-    transformers has prepared.
+    transformers has prepared. If weights will be offloaded, as `is_offloaded` says, gptqmodel computes by a kernel that
+    takes them as they are stored, unless the config names another.
 
     Raises:
         LoadError: the method's library is not installed, or it cannot compute on this machine and transformers would
@@ -42,6 +47,8 @@ def prepare_quantised(model: nn.Module) -> nn.Module:
     method = str(_said(settings, "quant_method"))
     method = getattr(_said(settings, "quant_method"), "value", method)
     wants_plain = bool(_said(settings, "dequantize"))
+    if is_offloaded and method in _KERNELS_TO_OFFLOAD and _said(settings, "backend") in (None, "auto"):
+        _say(settings, "backend", _KERNELS_TO_OFFLOAD[method])
     try:
         auto = import_module("transformers.quantizers.auto")
         quantizer, model.config, _ = auto.get_hf_quantizer(config, None, {"": "cpu"}, True, {})  # noqa: FBT003
@@ -120,6 +127,13 @@ def _settings(config: Any) -> Any:
 
 def _said(settings: Any, name: str) -> Any:
     return settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
+
+
+def _say(settings: Any, name: str, value: object) -> None:
+    if isinstance(settings, dict):
+        settings[name] = value
+    else:
+        setattr(settings, name, value)
 
 
 def _refuse_unpacking(quantizer: Any, method: str) -> None:
