@@ -106,7 +106,7 @@ USAGE = [
     ("bigload verify", "DIR"),
     ("bigload verify nowhere", "nowhere", "no such file or folder"),
     ("bigload verify notes.txt", "notes.txt", "not a folder"),
-    ("bigload verify tiny-llama", "tiny-llama", "bigload-manifest.json", "bigload reshard"),
+    ("bigload verify tiny-llama", "tiny-llama", "bigload-manifest.json", "bigload manifest"),
     ("bigload verify split/cuda-0", "split/cuda-0", "a part of", "bigload verify "),
     ("bigload verify split.partial", "split.partial", "not finished", "--resume"),
     ("bigload verify split --io-threads 0", "--io-threads"),
