@@ -46,7 +46,7 @@ _TOWERS = re.compile(r"vision|visual|image|audio|speech|video")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Layers that vLLM joins into one."""
 
-_TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Types of models whose layers are stored inputs x outputs (`Conv1D` of transformers)."""
 
 
@@ -137,7 +137,7 @@ def _check_model(
 ) -> None:
     if config is None:
         raise OptionError.of("quantize", scheme, "a checkpoint with a config.json, which has to name the method")
-    if (kind := config.get("model_type")) in _TRANSPOSED:
+    if (kind := config.get("model_type")) in TRANSPOSED:
         raise OptionError.of("quantize", scheme, f"a model of linear layers: those of {kind} are stored transposed")
     stack = next((name for name in tensors if _is_stack(name, tensors[name]) and not keeps(name)), None)
     if stack is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from bigload.checkpoint.model import TensorInfo
+from bigload.conversion.arithmetic.four_bit_weights import FourBitWeights
 from bigload.conversion.arithmetic.scaled_weights import ScaledWeights
 from bigload.conversion.arithmetic.transposed_weights import PackedIntegers, TransposedMxfp4
 from bigload.conversion.computed_tensor import ComputedTensor, Operand
@@ -42,6 +43,8 @@ def _scales_of(tensor: Operand) -> Iterator[TensorInfo]:
         yield tensor.operation.scale
     elif isinstance(tensor.operation, PackedIntegers | TransposedMxfp4):
         yield tensor.operation.scales
+    elif isinstance(tensor.operation, FourBitWeights):
+        yield from tensor.operation.scales
     else:
         for operand in tensor.operation.operands:
             yield from _scales_of(operand)

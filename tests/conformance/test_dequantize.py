@@ -1,4 +1,6 @@
-"""Fine-grained FP8 comes out as transformers dequantises it while loading."""
+"""Quantised weights come out as transformers and bitsandbytes dequantise them."""
+
+import json
 
 import pytest
 import torch
@@ -22,3 +24,56 @@ def test_blocks_are_those_of_transformers(tmp_path, scale_dtype):
     bigload.reshard(tmp_path / "in", tmp_path / "out", transforms=[Dequantize()])
     expected = fp8.Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
     assert torch.equal(bigload.load(tmp_path / "out")["a.weight"], expected)
+
+
+@pytest.fixture
+def bitsandbytes():
+    return pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "block"), [((64, 256), 64), ((320, 1024), 128), ((24, 96), 32)])
+def test_four_bits_are_those_of_bitsandbytes(tmp_path, bitsandbytes, kind, is_nested, dtype, shape, block):
+    torch.manual_seed(0)
+    weight = (torch.randn(shape) / 30).to(dtype)
+    packed, state = bitsandbytes.functional.quantize_4bit(
+        weight, blocksize=block, quant_type=kind, compress_statistics=is_nested
+    )
+    packed = torch.randint(0, 256, packed.shape, dtype=torch.uint8)  # all numbers, those too that none is rounded to
+    parts = {f"a.weight.{name}": part.clone() for name, part in state.as_dict(packed=True).items()}
+    (tmp_path / "in").mkdir()
+    save_file({"a.weight": packed, **parts}, tmp_path / "in" / "model.safetensors")
+    bigload.reshard(tmp_path / "in", tmp_path / "out", transforms=[Dequantize.parse("fp32")])
+    expected = bitsandbytes.functional.dequantize_4bit(packed, state)
+    assert expected.dtype == dtype
+    found = bigload.load(tmp_path / "out")
+    assert found.keys() == {"a.weight"}
+    assert torch.equal(found["a.weight"].view(torch.int32), expected.float().view(torch.int32))
+
+
+@pytest.mark.parametrize("method", ["nf4", "fp4", "int8"])
+@pytest.mark.filterwarnings("default")
+def test_models_are_those_that_transformers_dequantises(tmp_path, bitsandbytes, method):  # noqa: ARG001 - skips
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 128}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "plain")
+    settings = {"load_in_8bit": True} if method == "int8" else {"load_in_4bit": True, "bnb_4bit_quant_type": method}
+    settings |= {"bnb_4bit_use_double_quant": True} if method == "nf4" else {}
+    packed = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain",
+        quantization_config=transformers.BitsAndBytesConfig(**settings),
+        dtype=torch.bfloat16,
+        device_map="cpu",
+    )
+    packed.save_pretrained(tmp_path / "in")
+    bigload.reshard(tmp_path / "in", tmp_path / "out", transforms=[Dequantize()])
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    found = bigload.load(tmp_path / "out")
+    expected = packed.dequantize(dtype=torch.bfloat16).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)

@@ -30,6 +30,7 @@ class ScaledWeights:
         columns: Of the weight.
         bits: Of a packed number; 0 where they are not packed.
         zero_point: What was added to the stored numbers of each row, [rows, 1].
+        factor: What the products are multiplied by.
     """
 
     stored: TensorInfo
@@ -38,6 +39,7 @@ class ScaledWeights:
     columns: int
     bits: int = 0
     zero_point: TensorInfo | None = None
+    factor: float = 1.0
     row_multiple: int = 1
 
     @property
@@ -70,7 +72,8 @@ class ScaledWeights:
             scale = scale.repeat_interleave(rows, dim=0)[start - first : stop - first]
         if scale.shape[1] > 1:
             scale = scale.repeat_interleave(columns, dim=1)[:, : self.columns]
-        return values * scale
+        values = values * scale
+        return values if self.factor == 1 else values.mul_(self.factor)
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Transform of quantised weights into plain ones.
 
 Fine-grained FP8 (`weight_scale_inv`, DeepSeek), FP8 and INT8 with a scale for each tensor or row (`weight_scale`,
-compressed-tensors, fbgemm), `pack-quantized` integers of compressed-tensors without zero points, GPTQ, AWQ, and MXFP4
-of gpt-oss.
+compressed-tensors, fbgemm), `pack-quantized` integers of compressed-tensors without zero points, GPTQ, AWQ, MXFP4 of
+gpt-oss, and 4 and 8 bits of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from bigload.conversion.computed_tensor import ComputedTensor, Operand
 from bigload.dtypes import DTYPES, DType, parse_dtype
 from bigload.errors import InvalidCheckpointError, OptionError, Problem, UnsupportedFormatError
 from bigload.layouts.tensors_to_write import TensorsToWrite
+from bigload.layouts.transforms.bitsandbytes_modules import modules_of_bitsandbytes
 from bigload.layouts.transforms.packed_modules import unpacked_modules
 from bigload.units import counted
 
@@ -65,23 +66,19 @@ class Dequantize:
 
         Raises:
             OptionError: nothing is quantised.
-            UnsupportedFormatError: the weights are packed by a method that is not undone here, or some would stay 8-bit
-                floats.
+            UnsupportedFormatError: some weights would stay 8-bit floats, or would have to be transposed.
             InvalidCheckpointError: numbers have no scale, or scales of another shape.
+            ReadError: what bitsandbytes says of a weight cannot be read.
         """
         checkpoint = found.checkpoint
         tensors = found.tensors
         method = quantisation_of(checkpoint)
-        other = next((name for name in tensors if name.endswith((".absmax", ".SCB"))), None)
-        if other is not None:
-            raise UnsupportedFormatError(
-                checkpoint.path,
-                f"weights of {'this method' if method is None else method.method} are not dequantised here ({other})",
-                hint="load it with transformers and its method's package, then model.dequantize().save_pretrained(OUT)",
-            )
         problems: list[str] = []
         made = self._scaled(found, packed_bits=_packed_bits(method), problems=problems)
-        unpacked = list(unpacked_modules(tensors, _settings(checkpoint.config), problems))
+        unpacked = [
+            *unpacked_modules(tensors, _settings(checkpoint.config), problems),
+            *modules_of_bitsandbytes(checkpoint, tensors, problems),
+        ]
         for name, shape, unpacking, parts in unpacked:
             made[parts[0]] = ComputedTensor(name, self.dtype, shape, unpacking)
         replaced = {part for each in unpacked for part in each.replaces}
@@ -116,6 +113,8 @@ class Dequantize:
         for name, tensor in tensors.items():
             module, _, leaf = name.rpartition(".")
             if leaf not in ("weight", "weight_packed") or not isinstance(tensor, TensorInfo):
+                continue
+            if f"{module}.SCB" in tensors:  # of bitsandbytes
                 continue
             if tensor.dtype.name not in (_STORED if leaf == "weight" else ("I32",)):
                 continue

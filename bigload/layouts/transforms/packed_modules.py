@@ -25,7 +25,7 @@ class Unpacked(NamedTuple):
     replaces: tuple[str, ...]
 
 
-class _MisfitError(Exception):
+class MisfitError(Exception):
     """Says, after the name and shape of a packed tensor, what is wrong with it."""
 
 
@@ -42,28 +42,28 @@ def unpacked_modules(
                 yield _integers(tensors, name.removesuffix("qweight"), settings)
             elif name.endswith("_blocks"):
                 yield _mxfp4(tensors, name.removesuffix("_blocks"))
-        except _MisfitError as error:
+        except MisfitError as error:
             problems.append(f"{name} {list(shape_of(tensors[name]))} {error}")
 
 
 def _mxfp4(tensors: Mapping[str, Operand], name: str) -> Unpacked:
-    blocks, scales = _stored(tensors, f"{name}_blocks"), _stored(tensors, f"{name}_scales")
+    blocks, scales = stored_tensor(tensors, f"{name}_blocks"), stored_tensor(tensors, f"{name}_scales")
     if len(blocks.shape) != 4 or blocks.shape[-1] != _MXFP4_BLOCK_BYTES or blocks.dtype.name != "U8":
         expected = f"[experts, outputs, blocks, {_MXFP4_BLOCK_BYTES}] in U8"
-        raise _MisfitError(f"in {blocks.dtype} is no tensor of blocks, {expected}")
+        raise MisfitError(f"in {blocks.dtype} is no tensor of blocks, {expected}")
     if scales.shape != blocks.shape[:-1] or scales.dtype.name != "U8":
         expected = f"{list(blocks.shape[:-1])} in U8"
-        raise _MisfitError(f"has scales {list(scales.shape)} in {scales.dtype}, expected {expected}")
+        raise MisfitError(f"has scales {list(scales.shape)} in {scales.dtype}, expected {expected}")
     experts, outputs, groups, _ = blocks.shape
     _check_size(blocks.num_bytes // max(experts, 1))
     return Unpacked(name, (experts, groups * 32, outputs), TransposedMxfp4(blocks, scales), (blocks.name, scales.name))
 
 
 def _integers(tensors: Mapping[str, Operand], prefix: str, settings: Mapping[str, object]) -> Unpacked:
-    words, zeros, scales = (_stored(tensors, f"{prefix}{leaf}") for leaf in ("qweight", "qzeros", "scales"))
+    words, zeros, scales = (stored_tensor(tensors, f"{prefix}{leaf}") for leaf in ("qweight", "qzeros", "scales"))
     written = settings.get("checkpoint_format") or settings.get("format") or settings.get("version")
     if isinstance(written, str) and written.lower() not in _FORMATS:
-        raise _MisfitError(f"is in the format {written}, expected {', '.join(_FORMATS)}: load it with its own package")
+        raise MisfitError(f"is in the format {written}, expected {', '.join(_FORMATS)}: load it with its own package")
     _check_size(words.num_bytes)
     is_awq, bits = _form(words, zeros, scales)
     count, outputs = scales.shape
@@ -71,9 +71,9 @@ def _integers(tensors: Mapping[str, Operand], prefix: str, settings: Mapping[str
     size = _group_size(settings, inputs, count)
     groups = None
     if not is_awq and f"{prefix}g_idx" in tensors:
-        groups = _stored(tensors, f"{prefix}g_idx")
+        groups = stored_tensor(tensors, f"{prefix}g_idx")
         if groups.shape != (inputs,) or groups.dtype.name not in ("I32", "I64"):
-            raise _MisfitError(f"has {groups.name} {list(groups.shape)} in {groups.dtype}, expected {[inputs]} in I32")
+            raise MisfitError(f"has {groups.name} {list(groups.shape)} in {groups.dtype}, expected {[inputs]} in I32")
     is_less_one = not is_awq and written != "gptq_v2"
     operation = PackedIntegers(words, zeros, scales, groups, size, bits, is_awq, is_less_one)
     replaces = (words.name, zeros.name, scales.name, f"{prefix}g_idx")
@@ -84,10 +84,10 @@ def _form(words: TensorInfo, zeros: TensorInfo, scales: TensorInfo) -> tuple[boo
     """Return whether three matrices are those of AWQ, and the bits of a number."""
     if words.dtype.name != "I32" or zeros.dtype.name != "I32" or scales.dtype.name not in _SCALES:
         found = f"{words.dtype}, {zeros.dtype} and {scales.dtype}"
-        raise _MisfitError(
+        raise MisfitError(
             f"with its zero points and scales is {found}, expected I32, I32 and a float of 16 or 32 bits"
         )
-    misfit = _MisfitError(f"does not go with zero points {list(zeros.shape)} and scales {list(scales.shape)}")
+    misfit = MisfitError(f"does not go with zero points {list(zeros.shape)} and scales {list(scales.shape)}")
     if not all(len(each.shape) == 2 and each.num_elements for each in (words, zeros, scales)):
         raise misfit
     (rows, columns), (count, outputs) = words.shape, scales.shape
@@ -107,18 +107,23 @@ def _group_size(settings: Mapping[str, object], inputs: int, count: int) -> int:
     if not isinstance(size, int) or size < 1:  # -1 is for all
         size = inputs
     if -(-inputs // size) != count:
-        raise _MisfitError(f"has scales for {count} groups, expected {-(-inputs // size)} of {size} inputs in {inputs}")
+        raise MisfitError(f"has scales for {count} groups, expected {-(-inputs // size)} of {size} inputs in {inputs}")
     return size
 
 
-def _stored(tensors: Mapping[str, Operand], name: str) -> TensorInfo:
+def stored_tensor(tensors: Mapping[str, Operand], name: str) -> TensorInfo:
+    """Return the tensor `name`, whose bytes lie row by row.
+
+    Raises:
+        MisfitError: there is none, or it is stored otherwise.
+    """
     found = tensors.get(name)
     if not isinstance(found, TensorInfo) or found.strides is not None:
-        raise _MisfitError(f"has no {name}" if found is None else f"needs {name} as it is stored, row by row")
+        raise MisfitError(f"has no {name}" if found is None else f"needs {name} as it is stored, row by row")
     return found
 
 
 def _check_size(num_bytes: int) -> None:
     if num_bytes > MOST_RECENT_BYTES:
         limit = format_size(MOST_RECENT_BYTES)
-        raise _MisfitError(f"takes {format_size(num_bytes)} for one matrix, and {limit} are kept in memory at most")
+        raise MisfitError(f"takes {format_size(num_bytes)} for one matrix, and {limit} are kept in memory at most")
