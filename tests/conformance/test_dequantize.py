@@ -34,8 +34,9 @@ def bitsandbytes():
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("is_nested", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("shape", "block"), [((64, 256), 64), ((320, 1024), 128), ((24, 96), 32)])
-def test_four_bits_are_those_of_bitsandbytes(tmp_path, bitsandbytes, kind, is_nested, dtype, shape, block):
+@pytest.mark.parametrize("sizes", [(64, 256, 64), (320, 1024, 128), (24, 96, 32)])
+def test_four_bits_are_those_of_bitsandbytes(tmp_path, bitsandbytes, kind, is_nested, dtype, sizes):  # noqa: PLR0917
+    *shape, block = sizes
     torch.manual_seed(0)
     weight = (torch.randn(shape) / 30).to(dtype)
     packed, state = bitsandbytes.functional.quantize_4bit(
@@ -55,7 +56,7 @@ def test_four_bits_are_those_of_bitsandbytes(tmp_path, bitsandbytes, kind, is_ne
 
 @pytest.mark.parametrize("method", ["nf4", "fp4", "int8"])
 @pytest.mark.filterwarnings("default")
-def test_models_are_those_that_transformers_dequantises(tmp_path, bitsandbytes, method):  # noqa: ARG001 - skips
+def test_models_are_those_that_transformers_dequantises(tmp_path, bitsandbytes, method):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     torch.manual_seed(0)
@@ -77,3 +78,32 @@ def test_models_are_those_that_transformers_dequantises(tmp_path, bitsandbytes, 
     expected = packed.dequantize(dtype=torch.bfloat16).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 128), (4, 0)])
+def test_zero_points_are_those_of_compressed_tensors(tmp_path, bits, group):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    torch.manual_seed(0)
+    sizes = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    weights = {"num_bits": bits, "type": "int", "symmetric": False, **sizes}
+    method = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    weight, grid = torch.randn(36, 256).bfloat16(), (36, 256 // group if group else 1)
+    zeros = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), grid).to(torch.int8)
+    plain = {"weight": weight, "weight_scale": (torch.rand(grid) / 4 + 0.1).bfloat16(), "weight_zero_point": zeros}
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    packed = compressor.compress(plain, method)
+    (tmp_path / "in").mkdir()
+    save_file({f"a.{name}": each.contiguous() for name, each in packed.items()}, tmp_path / "in" / "model.safetensors")
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"all": {"weights": weights}},
+    }
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    bigload.reshard(tmp_path / "in", tmp_path / "out", transforms=[Dequantize()])
+    found = bigload.load(tmp_path / "out")
+    assert found.keys() == {"a.weight"}
+    assert torch.equal(found["a.weight"], compressor.decompress(packed, method)["weight"])

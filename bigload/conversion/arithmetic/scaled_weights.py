@@ -29,7 +29,8 @@ class ScaledWeights:
         block: Rows and columns of an element of the grid.
         columns: Of the weight.
         bits: Of a packed number; 0 where they are not packed.
-        zero_point: What was added to the stored numbers of each row, [rows, 1].
+        zero_point: What was added to the stored numbers, in the grid of the scales. Where these are packed, it is too:
+            [words, columns of the grid], one word for 32 / bits rows.
         factor: What the products are multiplied by.
     """
 
@@ -49,9 +50,12 @@ class ScaledWeights:
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
         """Return the same rows of the numbers, and those of the grid that they lie in."""
-        scale = OperandRows(self.scale, start // self.block[0], -(-stop // self.block[0]))
-        rest = () if self.zero_point is None else (OperandRows(self.zero_point, start, stop),)
-        return OperandRows(self.stored, start, stop), scale, *rest
+        first, last = start // self.block[0], -(-stop // self.block[0])
+        rows = [OperandRows(self.stored, start, stop), OperandRows(self.scale, first, last)]
+        if self.zero_point is not None:
+            each = 32 // self.bits if self.bits else 1
+            rows.append(OperandRows(self.zero_point, first // each, -(-last // each)))
+        return rows
 
     def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the weights.
@@ -62,18 +66,28 @@ class ScaledWeights:
         stored, scale, *zero_point = operands
         values = _unpacked(stored, self.bits)[:, : self.columns] if self.bits else stored.float()
         if zero_point:
-            values = values - zero_point[0].float()
+            values = values - self._wide(self._zeros(zero_point[0], start, stop), start, stop)
         scale = scale.float()
         if not bool(scale.isfinite().all()):
             raise CheckpointError(f"a scale in {self.scale.name} is not finite", hint="download the checkpoint again")
-        rows, columns = self.block
-        if rows > 1 and scale.shape[0] > 1:
-            first = start // rows * rows
-            scale = scale.repeat_interleave(rows, dim=0)[start - first : stop - first]
-        if scale.shape[1] > 1:
-            scale = scale.repeat_interleave(columns, dim=1)[:, : self.columns]
-        values = values * scale
+        values = values * self._wide(scale, start, stop)
         return values if self.factor == 1 else values.mul_(self.factor)
+
+    def _zeros(self, stored: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return the zero points of the rows of the grid that rows `start` to `stop` lie in."""
+        if not self.bits:
+            return stored.float()
+        first, last = start // self.block[0], -(-stop // self.block[0])
+        skipped = first % (32 // self.bits)
+        return _unpacked(stored.t().contiguous(), self.bits).t()[skipped : skipped + last - first]
+
+    def _wide(self, grid: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return what goes with each element of rows `start` to `stop`, as far as it differs."""
+        rows, columns = self.block
+        if rows > 1 and grid.shape[0] > 1:
+            first = start // rows * rows
+            grid = grid.repeat_interleave(rows, dim=0)[start - first : stop - first]
+        return grid.repeat_interleave(columns, dim=1)[:, : self.columns] if grid.shape[1] > 1 else grid
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

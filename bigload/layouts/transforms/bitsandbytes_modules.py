@@ -79,13 +79,14 @@ def _check_complete(
     problems += [f"{name} is packed in two ways" for name in twice]
     method = quantisation_of(checkpoint)
     if method is not None and method.method == _METHOD:
+        known = used | owners.keys()
         packed = (name for name, each in tensors.items() if name.endswith(".weight") and each.dtype.name == "U8")
-        problems += [f"{name} is packed and has no quant_state" for name in packed if name not in used | owners.keys()]
+        problems += [f"{name} is packed and has no quant_state" for name in packed if name not in known]
 
 
 def _read(root: Path, tensors: Iterable[TensorInfo]) -> dict[str, bytes]:
     """Return the bytes of small tensors, by name."""
-    found = {}
+    found: dict[str, bytes] = {}
     scheme = scheme_of(root)
     ordered = sorted(tensors, key=lambda tensor: (tensor.span.file, tensor.span.start))
     for file, group in groupby(ordered, key=lambda tensor: tensor.span.file):

@@ -1,7 +1,7 @@
 """Transform of quantised weights into plain ones.
 
 Fine-grained FP8 (`weight_scale_inv`, DeepSeek), FP8 and INT8 with a scale for each tensor or row (`weight_scale`,
-compressed-tensors, fbgemm), `pack-quantized` integers of compressed-tensors without zero points, GPTQ, AWQ, MXFP4 of
+compressed-tensors, fbgemm), `pack-quantized` integers of compressed-tensors, GPTQ, AWQ, MXFP4 of
 gpt-oss, and 4 and 8 bits of bitsandbytes.
 """
 
@@ -18,7 +18,7 @@ from bigload.dtypes import DTYPES, DType, parse_dtype
 from bigload.errors import InvalidCheckpointError, OptionError, Problem, UnsupportedFormatError
 from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.layouts.transforms.bitsandbytes_modules import modules_of_bitsandbytes
-from bigload.layouts.transforms.packed_modules import unpacked_modules
+from bigload.layouts.transforms.packed_modules import MisfitError, unpacked_modules
 from bigload.units import counted
 
 _STORED = ("F8_E4M3", "F8_E5M2", "I8")
@@ -118,7 +118,11 @@ class Dequantize:
                 continue
             if tensor.dtype.name not in (_STORED if leaf == "weight" else ("I32",)):
                 continue
-            operation = _operation(tensors, module, tensor, block=block, packed_bits=packed_bits, problems=problems)
+            try:
+                operation = _operation(tensors, module, tensor, block=block, packed_bits=packed_bits, problems=problems)
+            except MisfitError as error:
+                problems.append(f"{name} {error}")
+                continue
             if operation is not None:
                 shape = (*tensor.shape[:-1], operation.columns)
                 made[name] = ComputedTensor(f"{module}.weight", self.dtype, shape, operation)
@@ -149,6 +153,11 @@ def _operation(
     packed_bits: int,
     problems: list[str],
 ) -> ScaledWeights | None:
+    """Return the operation on `stored`; `None` after adding to `problems`.
+
+    Raises:
+        MisfitError: the zero points do not fit.
+    """
     scale = next((found for leaf in _SCALES if isinstance(found := tensors.get(f"{module}.{leaf}"), TensorInfo)), None)
     if scale is None or scale.dtype.name not in _SCALE_DTYPES:
         why = "no scale" if scale is None else f"scales in {scale.dtype}, which is not read as one"
@@ -158,9 +167,8 @@ def _operation(
     if stored.name.endswith(".weight_packed"):
         bits = packed_bits
         columns = columns * 32 // bits if bits else 0
-    zero_point = tensors.get(f"{module}.weight_zero_point")
     shape = _grid(scale.shape, rows)
-    if len(stored.shape) != 2 or not columns or shape is None or (zero_point is not None and bits):
+    if len(stored.shape) != 2 or not columns or shape is None:
         problems.append(f"{stored.name} {list(stored.shape)} does not go with {scale.name} {list(scale.shape)}")
         return None
     if scale.name.endswith(".weight_scale_inv") and shape == (-(-rows // block[0]), -(-columns // block[1])):
@@ -172,14 +180,30 @@ def _operation(
     if shape != (-(-rows // each[0]), -(-columns // each[1])):
         problems.append(f"{scale.name} is {list(shape)} for blocks of {list(each)} in {[rows, columns]}")
         return None
-    flat = replace(scale, shape=shape)
-    zero = None
-    if isinstance(zero_point, TensorInfo):
-        if zero_point.num_elements != rows:
-            problems.append(f"{zero_point.name} is {list(zero_point.shape)}, expected one for each of {rows} rows")
-            return None
-        zero = replace(zero_point, shape=(rows, 1))
-    return ScaledWeights(stored, flat, each, columns, bits, zero)
+    zero_point = _zero_point(tensors, module, shape, rows=rows, bits=bits)
+    return ScaledWeights(stored, replace(scale, shape=shape), each, columns, bits, zero_point)
+
+
+def _zero_point(
+    tensors: Mapping[str, Operand], module: str, grid: tuple[int, int], *, rows: int, bits: int
+) -> TensorInfo | None:
+    """Return the zero points of a grid, in its form or packed by rows; `None` if there are none.
+
+    Raises:
+        MisfitError: they are of another form, or not those of the inputs in their order.
+    """
+    if f"{module}.weight_g_idx" in tensors:
+        raise MisfitError(f"has inputs in another order ({module}.weight_g_idx), which is not undone here")
+    found = tensors.get(f"{module}.weight_zero_point")
+    if not isinstance(found, TensorInfo):
+        return None
+    expected = (-(-grid[0] * bits // 32), grid[1]) if bits else grid
+    is_packed = found.dtype.name == "I32"
+    if is_packed != bool(bits) or (found.shape if bits else _grid(found.shape, rows)) != expected:
+        dtype = "I32" if bits else "I8"
+        text = f"has {found.name} {list(found.shape)} in {found.dtype}, expected {list(expected)} in {dtype}"
+        raise MisfitError(text)
+    return replace(found, shape=expected)
 
 
 def _rows(shape: tuple[int, ...]) -> int:

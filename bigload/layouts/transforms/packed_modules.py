@@ -84,9 +84,7 @@ def _form(words: TensorInfo, zeros: TensorInfo, scales: TensorInfo) -> tuple[boo
     """Return whether three matrices are those of AWQ, and the bits of a number."""
     if words.dtype.name != "I32" or zeros.dtype.name != "I32" or scales.dtype.name not in _SCALES:
         found = f"{words.dtype}, {zeros.dtype} and {scales.dtype}"
-        raise MisfitError(
-            f"with its zero points and scales is {found}, expected I32, I32 and a float of 16 or 32 bits"
-        )
+        raise MisfitError(f"with its zero points and scales is {found}, expected I32, I32 and a float of 16 or 32 bits")
     misfit = MisfitError(f"does not go with zero points {list(zeros.shape)} and scales {list(scales.shape)}")
     if not all(len(each.shape) == 2 and each.num_elements for each in (words, zeros, scales)):
         raise misfit

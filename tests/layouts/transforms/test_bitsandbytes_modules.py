@@ -142,7 +142,10 @@ STATE = "a.weight.quant_state.bitsandbytes__nf4"
         ({"a.weight.absmax": None}, "a.weight has no a.weight.absmax"),
         ({"a.weight.quant_map": None}, "a.weight has no a.weight.quant_map"),
         ({"a.weight.nested_absmax": None}, "a.weight has no a.weight.nested_absmax"),
-        ({"a.weight.nested_quant_map": torch.ones(16)}, r"has a.weight.nested_quant_map \[16\] in F32, expected \[256\]"),
+        (
+            {"a.weight.nested_quant_map": torch.ones(16)},
+            r"has a.weight.nested_quant_map \[16\] in F32, expected \[256\]",
+        ),
         ({"a.weight.absmax": torch.ones(8)}, r"has a.weight.absmax \[8\] in F32, expected \[8\] in U8"),
         ({"a.weight": torch.ones(255, 1, dtype=torch.uint8)}, r"takes 255 bytes, expected 256 for \[8, 64\]"),
         ({"a.weight.quant_state.bitsandbytes__fp4": torch.ones(4, dtype=torch.uint8)}, "is packed in two ways"),
@@ -158,7 +161,10 @@ STATE = "a.weight.quant_state.bitsandbytes__nf4"
         ({STATE: _state(_said((8, 64), block=48))}, "whose blocksize is 48, expected a power of two"),
         ({STATE: _state(_said((8, 64), dtype="int8"))}, "whose dtype is 'int8', expected float32"),
         ({STATE: _state(_said((8, 64)) | {"nested_blocksize": True})}, "whose nested_blocksize is True"),
-        ({STATE: _state(_said((8, 64)) | {"nested_offset": float("nan")})}, "whose nested_offset is nan, expected a fin"),
+        (
+            {STATE: _state(_said((8, 64)) | {"nested_offset": float("nan")})},
+            "whose nested_offset is nan, expected a fin",
+        ),
         ({STATE: _state(_said((8, 64)) | {"nested_offset": 1e300})}, r"whose nested_offset is 1e\+300"),
         ({STATE: _state(_said((8, 64)) | {"nested_dtype": "float16"})}, "whose nested_dtype is 'float16'"),
     ],

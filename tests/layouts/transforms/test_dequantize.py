@@ -64,16 +64,51 @@ def test_a_scale_for_each_tensor_or_row(tmp_path, scale_shape, is_integer):
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64), (4, 128), (8, 128), (4, 0)])
 def test_packed_integers(tmp_path, bits, group):
     numbers = torch.randint(0, 2**bits, (6, 256), generator=torch.Generator().manual_seed(bits))
-    each = 32 // bits
-    words = (numbers.view(6, -1, each).to(torch.int64) << (torch.arange(each) * bits)).sum(-1)
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     scale = (torch.rand(6, 256 // group if group else 1) + 0.1).bfloat16()
-    tensors = {"a.weight_packed": words, "a.weight_scale": scale, "a.weight_shape": torch.tensor([6, 256])}
+    tensors = {
+        "a.weight_packed": _words(numbers, bits),
+        "a.weight_scale": scale,
+        "a.weight_shape": torch.tensor([6, 256]),
+    }
     groups = {"group_0": {"weights": {"num_bits": bits, "type": "int"}}}
     settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     found, _ = _undone(_saved(tmp_path / "in", tensors, settings), tmp_path / "out", "BF16")
     wide = scale.repeat_interleave(group or 256, 1)
     assert torch.equal(found["a.weight"], (numbers - 2 ** (bits - 1)).bfloat16() * wide)
+
+
+def _words(numbers, bits):
+    each = 32 // bits
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % each))
+    words = (numbers.view(len(numbers), -1, each).to(torch.int64) << (torch.arange(each) * bits)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bits", "group"), [((6, 256), 4, 32), ((6, 256), 8, 256), ((700, 384), 4, 128), ((701, 384), 8, 128)]
+)
+def test_zero_points_of_packed_integers(tmp_path, shape, bits, group):
+    generator = torch.Generator().manual_seed(bits)
+    numbers = torch.randint(0, 2**bits, shape, generator=generator)
+    zeros = torch.randint(0, 2**bits, (shape[0], shape[1] // group), generator=generator)
+    scale = (torch.rand(zeros.shape) + 0.1).bfloat16()
+    tensors = {"a.weight_packed": _words(numbers, bits), "a.weight_scale": scale, "a.weight_shape": torch.tensor(shape)}
+    tensors["a.weight_zero_point"] = _words(zeros.t(), bits).t().contiguous()
+    groups = {"group_0": {"weights": {"num_bits": bits, "type": "int", "symmetric": False}}}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    found, _ = _undone(_saved(tmp_path / "in", tensors, settings), tmp_path / "out", "BF16")
+    wide_zeros, wide_scale = (each.repeat_interleave(group, 1) for each in (zeros, scale))
+    assert torch.equal(found["a.weight"], (numbers - wide_zeros).bfloat16() * wide_scale)
+    assert found.keys() == {"a.weight"}
+
+
+def test_zero_points_of_groups(tmp_path):
+    numbers, zeros = torch.arange(-24, 24, dtype=torch.int8).view(6, 8), torch.arange(12, dtype=torch.int8).view(6, 2)
+    scale = torch.rand(6, 2) + 0.1
+    tensors = {"a.weight": numbers, "a.weight_scale": scale, "a.weight_zero_point": zeros}
+    found, _ = _undone(_saved(tmp_path / "in", tensors, {"quant_method": "compressed-tensors"}), tmp_path / "out")
+    wide_zeros, wide_scale = (each.float().repeat_interleave(4, 1) for each in (zeros, scale))
+    assert torch.equal(found["a.weight"], (numbers.float() - wide_zeros) * wide_scale)
 
 
 def test_ranks_get_parts_of_plain_weights(tmp_path):
@@ -116,6 +151,24 @@ def test_ranks_get_parts_of_plain_weights(tmp_path):
             },
             UnsupportedFormatError,
             r"1 tensor would stay quantised, for one experts.down_proj \(F8_E4M3\)",
+        ),
+        (
+            {
+                "a.weight": torch.ones(4, 4, dtype=torch.int8),
+                "a.weight_scale": torch.ones(4, 1),
+                "a.weight_zero_point": torch.ones(4, 2, dtype=torch.int8),
+            },
+            InvalidCheckpointError,
+            r"a.weight has a.weight_zero_point \[4, 2\] in I8, expected \[4, 1\] in I8",
+        ),
+        (
+            {
+                "a.weight": torch.ones(4, 4, dtype=torch.int8),
+                "a.weight_scale": torch.ones(4, 2),
+                "a.weight_g_idx": torch.zeros(4, dtype=torch.int32),
+            },
+            InvalidCheckpointError,
+            r"a.weight has inputs in another order \(a.weight_g_idx\)",
         ),
         (
             {"a.weight_packed": torch.ones(4, 4, dtype=torch.int32), "a.weight_scale": torch.ones(4, 1)},
