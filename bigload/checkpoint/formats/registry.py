@@ -25,6 +25,9 @@ ReadHeader = Callable[[ReadRange, int, str], ShardHeader]
 It raises FormatError where the file breaks the format, LegacyFileError for a bare pickle, and what `ReadRange` does."""
 
 
+_LFS_POINTER = b"version https://git-lfs"  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+
+
 class FormatError(Exception):
     """A file breaks its format, or holds what is not read: a stable `code` and one sentence, as in a `Problem`.
 
@@ -41,6 +44,12 @@ class FormatError(Exception):
     def of(cls, problems: Sequence[tuple[str, str]]) -> FormatError:
         """Return the error for several problems."""
         return cls(*problems[0], problems=problems)
+
+
+def refuse_lfs_pointer(head: bytes) -> None:
+    """Raise FormatError if a file that begins with `head` is what git leaves where Git LFS is not installed."""
+    if head.startswith(_LFS_POINTER):
+        raise FormatError("git-lfs-pointer", "a pointer of Git LFS, not the file itself; fetch it with git lfs pull")
 
 
 class LegacyFileError(Exception):

@@ -28,7 +28,7 @@ from operator import attrgetter
 from typing import NoReturn, TypeGuard
 
 from bigload.checkpoint.byte_source import ReadRange
-from bigload.checkpoint.formats.registry import FormatError
+from bigload.checkpoint.formats.registry import FormatError, refuse_lfs_pointer
 from bigload.checkpoint.model import Shard, ShardHeader, Span, StoredForm, StoredTensors, TensorInfo
 from bigload.documents import check_values
 from bigload.dtypes import DTYPES, DType
@@ -64,6 +64,7 @@ def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
     length_field = read(0, 8)
     length = int.from_bytes(length_field, "little")
     if length > MAX_HEADER_BYTES:
+        refuse_lfs_pointer(read(0, min(num_bytes, 64)))
         raise FormatError("header-too-large", f"header of {length} bytes, the format allows {MAX_HEADER_BYTES}")
     if 8 + length > num_bytes:
         raise FormatError("file-truncated", f"header of {length} bytes, the file has {num_bytes} in all")

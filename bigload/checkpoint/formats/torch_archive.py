@@ -17,7 +17,7 @@ from math import prod
 from typing import TypeGuard
 
 from bigload.checkpoint.byte_source import ReadRange
-from bigload.checkpoint.formats.registry import FormatError, LegacyFileError
+from bigload.checkpoint.formats.registry import FormatError, LegacyFileError, refuse_lfs_pointer
 from bigload.checkpoint.formats.restricted_unpickler import (
     MAX_PICKLE_BYTES,
     Global,
@@ -121,8 +121,7 @@ def _check_kind(head: bytes, num_bytes: int) -> None:
         return
     if head[:1] == b"\x80" and head[1:2] in b"\2\3\4\5":
         raise LegacyFileError
-    if head.startswith(b"version https://git-lfs"):
-        raise FormatError("git-lfs-pointer", "a pointer of Git LFS, not the file itself; fetch it with git lfs pull")
+    refuse_lfs_pointer(head)
     if head[257:262] == b"ustar":
         raise FormatError(
             "not-a-torch-file", "a tar archive, as torch before 0.1.10 wrote; load and save it with torch"

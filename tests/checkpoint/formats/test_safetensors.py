@@ -157,6 +157,11 @@ def test_a_length_field_that_is_not_the_headers_is_refused_before_more_is_read(f
     assert codes(write_raw(file, json.dumps({"a": A_FLOAT}), FOUR, length=length)) == [code]
 
 
+def test_a_pointer_of_git_lfs_is_called_one(file):
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    assert codes(file) == ["git-lfs-pointer"]
+
+
 A_HEADER = json.dumps({"a": A_FLOAT})
 
 
