@@ -53,11 +53,13 @@ class Quantisation:
         method: Name of the method, such as `AWQ`.
         bits: Bits of one quantised parameter; `None` where neither config nor names tell.
         tensors: Those of the checkpoint.
+        group_size: Inputs that share a scale, where compressed-tensors says so; else 0 or less.
     """
 
     method: str
     bits: int | None
     tensors: Mapping[str, TensorInfo] = field(repr=False)
+    group_size: int = 0
 
     @property
     def is_packed(self) -> bool:
@@ -159,7 +161,13 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation | None:
     method = settings.get("quant_method") or (_bitsandbytes(settings) and "bitsandbytes") or _method_by_names(tensors)
     if not isinstance(method, str):
         return None
-    return Quantisation(method=_NAMES.get(method, method[:40]), bits=_bits(method, settings, tensors), tensors=tensors)
+    size = _first_group(settings).get("group_size")
+    return Quantisation(
+        method=_NAMES.get(method, method[:40]),
+        bits=_bits(method, settings, tensors),
+        tensors=tensors,
+        group_size=size if isinstance(size, int) else 0,
+    )
 
 
 def _settings(config: Mapping[str, object] | None) -> Mapping[str, object]:
@@ -181,7 +189,7 @@ def _method_by_names(tensors: Mapping[str, TensorInfo]) -> str | None:
 
 
 def _bits(method: str, settings: Mapping[str, object], names: Iterable[str]) -> int | None:
-    said = settings.get("bits") or settings.get("w_bit") or _bits_of_groups(settings.get("config_groups"))
+    said = settings.get("bits") or settings.get("w_bit") or _first_group(settings).get("num_bits")
     if isinstance(said, int) and not isinstance(said, bool) and 1 <= said <= 8:
         return said
     if method == "bitsandbytes":
@@ -189,11 +197,12 @@ def _bits(method: str, settings: Mapping[str, object], names: Iterable[str]) -> 
     return _BITS.get(method)
 
 
-def _bits_of_groups(groups: object) -> object:
-    """Return the bits of the first group of layers that compressed-tensors describes."""
+def _first_group(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """Return what compressed-tensors says of the weights of the first group of layers."""
+    groups = settings.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = group.get("weights") if isinstance(group, Mapping) else None
-    return weights.get("num_bits") if isinstance(weights, Mapping) else None
+    return weights if isinstance(weights, Mapping) else {}
 
 
 @lru_cache(maxsize=1024)

@@ -80,30 +80,42 @@ def test_models_are_those_that_transformers_dequantises(tmp_path, bitsandbytes, 
     assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)
 
 
+@pytest.mark.parametrize(("bits", "columns", "group"), [(4, 100, 0), (4, 100, 50), (4, 100, 20), (8, 98, 0)])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_packed_rows_end_where_those_of_compressed_tensors_do(tmp_path, bits, columns, group, is_symmetric):
+    _check_packed(tmp_path, (36, columns), bits=bits, group=group, is_symmetric=is_symmetric)
+
+
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 128), (4, 0)])
 def test_zero_points_are_those_of_compressed_tensors(tmp_path, bits, group):
+    _check_packed(tmp_path, (36, 256), bits=bits, group=group, is_symmetric=False)
+
+
+def _check_packed(folder, shape, *, bits, group, is_symmetric):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     torch.manual_seed(0)
     sizes = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
-    weights = {"num_bits": bits, "type": "int", "symmetric": False, **sizes}
+    weights = {"num_bits": bits, "type": "int", "symmetric": is_symmetric, **sizes}
     method = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-    weight, grid = torch.randn(36, 256).bfloat16(), (36, 256 // group if group else 1)
+    weight, grid = torch.randn(shape).bfloat16(), (shape[0], shape[1] // group if group else 1)
     zeros = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), grid).to(torch.int8)
     plain = {"weight": weight, "weight_scale": (torch.rand(grid) / 4 + 0.1).bfloat16(), "weight_zero_point": zeros}
+    if is_symmetric:
+        del plain["weight_zero_point"]
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
     packed = compressor.compress(plain, method)
-    (tmp_path / "in").mkdir()
-    save_file({f"a.{name}": each.contiguous() for name, each in packed.items()}, tmp_path / "in" / "model.safetensors")
+    (folder / "in").mkdir()
+    save_file({f"a.{name}": each.contiguous() for name, each in packed.items()}, folder / "in" / "model.safetensors")
     settings = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {"all": {"weights": weights}},
     }
-    (tmp_path / "in" / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
-    bigload.reshard(tmp_path / "in", tmp_path / "out", transforms=[Dequantize()])
-    found = bigload.load(tmp_path / "out")
+    (folder / "in" / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    bigload.reshard(folder / "in", folder / "out", transforms=[Dequantize()])
+    found = bigload.load(folder / "out")
     assert found.keys() == {"a.weight"}
     assert torch.equal(found["a.weight"], compressor.decompress(packed, method)["weight"])

@@ -10,12 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import prod
-from pathlib import Path
 from typing import TypeGuard
 
-from bigload.checkpoint.byte_source import expect_reads, read_range, scheme_of
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.quantisation import WeightInParts, quantisation_of, weights_in_parts
 from bigload.conversion.arithmetic.four_bit_weights import NUMBERS, FourBitWeights, QuantisedScales
@@ -25,8 +22,7 @@ from bigload.conversion.quantised_tensors import TRANSPOSED
 from bigload.documents import DocumentError, parse_json
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import UnsupportedFormatError
-from bigload.layouts.transforms.packed_modules import MisfitError, Unpacked, stored_tensor
-from bigload.machine.activities import NO_RECORDER
+from bigload.layouts.transforms.packed_modules import MisfitError, Unpacked, read_small_tensors, stored_tensor
 
 _METHOD = "bitsandbytes"
 _PART = re.compile(r"(.+)\.(?:(?:nested_)?(?:absmax|quant_map)|SCB|quant_state\.bitsandbytes__\w+)")
@@ -59,7 +55,7 @@ def modules_of_bitsandbytes(
         raise UnsupportedFormatError(checkpoint.path, text, hint=hint)
     names = [name for each in found for name in each.descriptions]
     said = [tensor for name in names if isinstance(tensor := tensors[name], TensorInfo)]
-    texts = _read(checkpoint.root, [each for each in said if each.num_bytes <= _MAX_STATE_BYTES])
+    texts = read_small_tensors(checkpoint.root, [each for each in said if each.num_bytes <= _MAX_STATE_BYTES])
     for each in found:
         try:
             unpack = _eight_bits if each.parts[-1].endswith(".SCB") else _four_bits
@@ -82,22 +78,6 @@ def _check_complete(
         known = used | owners.keys()
         packed = (name for name, each in tensors.items() if name.endswith(".weight") and each.dtype.name == "U8")
         problems += [f"{name} is packed and has no quant_state" for name in packed if name not in known]
-
-
-def _read(root: Path, tensors: Iterable[TensorInfo]) -> dict[str, bytes]:
-    """Return the bytes of small tensors, by name."""
-    found: dict[str, bytes] = {}
-    scheme = scheme_of(root)
-    ordered = sorted(tensors, key=lambda tensor: (tensor.span.file, tensor.span.start))
-    for file, group in groupby(ordered, key=lambda tensor: tensor.span.file):
-        several = list(group)
-        source = scheme.open(root / file, NO_RECORDER)
-        try:
-            expect_reads(source, [(each.span.start, each.span.stop) for each in several])
-            found |= {each.name: read_range(source, each.span.start, each.span.stop) for each in several}
-        finally:
-            source.close()
-    return found
 
 
 def _eight_bits(tensors: Mapping[str, Operand], parts: WeightInParts, texts: Mapping[str, bytes]) -> Unpacked:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from struct import unpack
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.conversion.arithmetic.scaled_weights import ScaledWeights
-from bigload.conversion.computed_tensor import ComputedTensor, Operand
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
 from bigload.dtypes import DTYPES, DType, parse_dtype
 from bigload.errors import InvalidCheckpointError, OptionError, Problem, UnsupportedFormatError
 from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.layouts.transforms.bitsandbytes_modules import modules_of_bitsandbytes
-from bigload.layouts.transforms.packed_modules import MisfitError, unpacked_modules
+from bigload.layouts.transforms.packed_modules import MisfitError, read_small_tensors, unpacked_modules
 from bigload.units import counted
 
 _STORED = ("F8_E4M3", "F8_E5M2", "I8")
@@ -74,7 +75,7 @@ class Dequantize:
         tensors = found.tensors
         method = quantisation_of(checkpoint)
         problems: list[str] = []
-        made = self._scaled(found, packed_bits=_packed_bits(method), problems=problems)
+        made = self._scaled(found, method, problems)
         unpacked = [
             *unpacked_modules(tensors, _settings(checkpoint.config), problems),
             *modules_of_bitsandbytes(checkpoint, tensors, problems),
@@ -90,7 +91,7 @@ class Dequantize:
             )
         if not made:
             raise OptionError.of("dequantize", self.dtype.name, "a quantised checkpoint: no weights of this one are")
-        left = [name for name, each in tensors.items() if each.dtype.name in _FLOATS_OF_8_BITS and name not in made]
+        left = [name for name, each in tensors.items() if _is_quantised(name, each.dtype) and name not in made]
         left = [name for name in left if name not in replaced and name.rpartition(".")[2] not in _BESIDE]
         if left:  # without quantization_config, readers would take their numbers for the weights
             raise UnsupportedFormatError(
@@ -106,9 +107,13 @@ class Dequantize:
             return result
         return replace(result, checkpoint=replace(result.checkpoint, config=config))
 
-    def _scaled(self, found: TensorsToWrite, *, packed_bits: int, problems: list[str]) -> dict[str, ComputedTensor]:
+    def _scaled(
+        self, found: TensorsToWrite, method: Quantisation | None, problems: list[str]
+    ) -> dict[str, ComputedTensor]:
         """Return weights that are rows of numbers with scales, by the name of what is stored."""
         tensors, block = found.tensors, _block_size(found.checkpoint.config)
+        packed_bits = method.bits if method is not None and method.bits in (4, 8) else 0
+        shapes = _packed_shapes(found, packed_bits, 0 if method is None else method.group_size)
         made = {}
         for name, tensor in tensors.items():
             module, _, leaf = name.rpartition(".")
@@ -119,7 +124,10 @@ class Dequantize:
             if tensor.dtype.name not in (_STORED if leaf == "weight" else ("I32",)):
                 continue
             try:
-                operation = _operation(tensors, module, tensor, block=block, packed_bits=packed_bits, problems=problems)
+                columns = _columns(tensor, shapes.get(module), packed_bits=packed_bits)
+                operation = _operation(
+                    tensors, module, tensor, columns=columns, block=block, packed_bits=packed_bits, problems=problems
+                )
             except MisfitError as error:
                 problems.append(f"{name} {error}")
                 continue
@@ -127,6 +135,10 @@ class Dequantize:
                 shape = (*tensor.shape[:-1], operation.columns)
                 made[name] = ComputedTensor(f"{module}.weight", self.dtype, shape, operation)
         return made
+
+
+def _is_quantised(name: str, dtype: DType) -> bool:
+    return dtype.name in _FLOATS_OF_8_BITS or name.endswith(".weight_packed")
 
 
 def _plain(
@@ -149,6 +161,7 @@ def _operation(
     module: str,
     stored: TensorInfo,
     *,
+    columns: int,
     block: tuple[int, int],
     packed_bits: int,
     problems: list[str],
@@ -163,10 +176,7 @@ def _operation(
         why = "no scale" if scale is None else f"scales in {scale.dtype}, which is not read as one"
         problems.append(f"{stored.name} is {stored.dtype} and has {why}")
         return None
-    rows, columns, bits = _rows(stored.shape), stored.shape[-1] if stored.shape else 0, 0
-    if stored.name.endswith(".weight_packed"):
-        bits = packed_bits
-        columns = columns * 32 // bits if bits else 0
+    rows, bits = _rows(stored.shape), packed_bits if stored.name.endswith(".weight_packed") else 0
     shape = _grid(scale.shape, rows)
     if len(stored.shape) != 2 or not columns or shape is None:
         problems.append(f"{stored.name} {list(stored.shape)} does not go with {scale.name} {list(scale.shape)}")
@@ -182,6 +192,44 @@ def _operation(
         return None
     zero_point = _zero_point(tensors, module, shape, rows=rows, bits=bits)
     return ScaledWeights(stored, replace(scale, shape=shape), each, columns, bits, zero_point)
+
+
+def _packed_shapes(found: TensorsToWrite, bits: int, group_size: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that `weight_shape` says, by module, of matrices whose last words may not be full.
+
+    Where groups of the size in the config fill all words nothing is read: a Kimi has 60,000 such matrices.
+    """
+    tensors, said = found.tensors, []
+    for name, packed in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf != "weight_packed" or not bits or len(shape_of(packed)) != 2:
+            continue
+        shape, scale = tensors.get(f"{module}.weight_shape"), tensors.get(f"{module}.weight_scale")
+        num_groups = shape_of(scale)[-1] if scale is not None and shape_of(scale) else 0
+        is_full = num_groups * group_size * bits == shape_of(packed)[1] * 32
+        if isinstance(shape, TensorInfo) and (shape.dtype.name, shape.shape) == ("I64", (2,)) and not is_full:
+            said.append(shape)
+    return {
+        name.rpartition(".")[0]: unpack("<2q", text)
+        for name, text in read_small_tensors(found.checkpoint.root, said).items()
+    }
+
+
+def _columns(stored: TensorInfo, said: tuple[int, ...] | None, *, packed_bits: int) -> int:
+    """Return the columns of a stored matrix once unpacked, which its `weight_shape` may say.
+
+    Raises:
+        MisfitError: a shape of another matrix is said.
+    """
+    columns = stored.shape[-1] if stored.shape else 0
+    if not stored.name.endswith(".weight_packed"):
+        return columns
+    each = 32 // packed_bits if packed_bits else 0
+    if said is None:
+        return columns * each
+    if said[:-1] != stored.shape[:-1] or not 0 <= columns * each - said[-1] < each:
+        raise MisfitError(f"{list(stored.shape)} does not go with its weight_shape, which says {list(said)}")
+    return said[-1]
 
 
 def _zero_point(
@@ -217,10 +265,6 @@ def _grid(shape: tuple[int, ...], rows: int) -> tuple[int, int] | None:
     if shape in ((), (1,)):
         return 1, 1
     return (rows, 1) if shape == (rows,) else None
-
-
-def _packed_bits(method: Quantisation | None) -> int:
-    return method.bits if method is not None and method.bits in (4, 8) else 0
 
 
 def _settings(config: Mapping[str, object] | None) -> Mapping[str, object]:

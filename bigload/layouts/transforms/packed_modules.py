@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from math import gcd
+from pathlib import Path
 from typing import NamedTuple
 
+from bigload.checkpoint.byte_source import expect_reads, read_range, scheme_of
 from bigload.checkpoint.model import TensorInfo
 from bigload.conversion.arithmetic.transposed_weights import PackedIntegers, TransposedMxfp4
 from bigload.conversion.computed_tensor import MOST_RECENT_BYTES, Operand, Operation, shape_of
+from bigload.machine.activities import NO_RECORDER
 from bigload.units import format_size
 
 _FORMATS = ("gptq", "gptq_v2", "gemm")
@@ -118,6 +122,26 @@ def stored_tensor(tensors: Mapping[str, Operand], name: str) -> TensorInfo:
     found = tensors.get(name)
     if not isinstance(found, TensorInfo) or found.strides is not None:
         raise MisfitError(f"has no {name}" if found is None else f"needs {name} as it is stored, row by row")
+    return found
+
+
+def read_small_tensors(root: Path, tensors: Iterable[TensorInfo]) -> dict[str, bytes]:
+    """Return the bytes of tensors that say how to unpack others, by name.
+
+    Raises:
+        ReadError: a file cannot be read.
+    """
+    found: dict[str, bytes] = {}
+    scheme = scheme_of(root)
+    ordered = sorted(tensors, key=lambda tensor: (tensor.span.file, tensor.span.start))
+    for file, group in groupby(ordered, key=lambda tensor: tensor.span.file):
+        several = list(group)
+        source = scheme.open(root / file, NO_RECORDER)
+        try:
+            expect_reads(source, [(each.span.start, each.span.stop) for each in several])
+            found |= {each.name: read_range(source, each.span.start, each.span.stop) for each in several}
+        finally:
+            source.close()
     return found
 
 

@@ -61,20 +61,32 @@ def test_a_scale_for_each_tensor_or_row(tmp_path, scale_shape, is_integer):
     assert found.keys() == {"a.weight"}
 
 
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64), (4, 128), (8, 128), (4, 0)])
-def test_packed_integers(tmp_path, bits, group):
-    numbers = torch.randint(0, 2**bits, (6, 256), generator=torch.Generator().manual_seed(bits))
-    scale = (torch.rand(6, 256 // group if group else 1) + 0.1).bfloat16()
+@pytest.mark.parametrize(
+    ("bits", "columns", "group"),
+    [(4, 256, 32), (8, 256, 64), (4, 256, 128), (8, 256, 128), (4, 256, 0), (4, 100, 0), (8, 98, 49)],
+)
+def test_packed_integers(tmp_path, bits, columns, group):
+    numbers = torch.randint(0, 2**bits, (6, columns), generator=torch.Generator().manual_seed(bits))
+    scale = (torch.rand(6, columns // group if group else 1) + 0.1).bfloat16()
     tensors = {
         "a.weight_packed": _words(numbers, bits),
         "a.weight_scale": scale,
-        "a.weight_shape": torch.tensor([6, 256]),
+        "a.weight_shape": torch.tensor([6, columns]),
     }
     groups = {"group_0": {"weights": {"num_bits": bits, "type": "int"}}}
     settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     found, _ = _undone(_saved(tmp_path / "in", tensors, settings), tmp_path / "out", "BF16")
-    wide = scale.repeat_interleave(group or 256, 1)
+    wide = scale.repeat_interleave(group or columns, 1)
     assert torch.equal(found["a.weight"], (numbers - 2 ** (bits - 1)).bfloat16() * wide)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(6, 105), (6, 96), (5, 100), (6, -4)])
+def test_packed_words_of_another_shape_are_refused(tmp_path, rows, columns):
+    tensors = {"a.weight_packed": torch.ones(6, 13, dtype=torch.int32), "a.weight_scale": torch.ones(6, 1)}
+    tensors["a.weight_shape"] = torch.tensor([rows, columns])
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"all": {"weights": {"num_bits": 4}}}}
+    with pytest.raises(InvalidCheckpointError, match=r"a.weight_packed \[6, 13\] does not go with its weight_shape"):
+        _undone(_saved(tmp_path / "in", tensors, settings), tmp_path / "out")
 
 
 def _words(numbers, bits):
@@ -169,6 +181,16 @@ def test_ranks_get_parts_of_plain_weights(tmp_path):
             },
             InvalidCheckpointError,
             r"a.weight has inputs in another order \(a.weight_g_idx\)",
+        ),
+        (  # of NVFP4
+            {
+                "a.weight": _float8(4, 4),
+                "a.weight_scale": torch.ones(4, 1),
+                "b.weight_packed": torch.ones(4, 4, dtype=torch.uint8),
+                "b.weight_scale": _float8(4, 1),
+            },
+            UnsupportedFormatError,
+            r"1 tensor would stay quantised, for one b.weight_packed \(U8\)",
         ),
         (
             {"a.weight_packed": torch.ones(4, 4, dtype=torch.int32), "a.weight_scale": torch.ones(4, 1)},
