@@ -165,7 +165,7 @@ def prepare_reshard(
 
 def _transforms(options: ReshardOptions, *, is_gguf: bool) -> Iterator[Transform]:
     """Yield what happens to tensors, in this order. Weights are quantised in the dtype that others are cast to."""
-    if is_gguf:
+    if is_gguf and options.layout != "gguf":  # which writes the tensors of the file as they are
         yield DecodeGguf(options.dtypes.dtype)
     for transform in options.transforms:
         if isinstance(transform, Quantize) and transform is not options.transforms[-1]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from bigload.checkpoint.formats.registry import FORMATS
-from bigload.checkpoint.model import AssembledTensor, Checkpoint
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
 from bigload.layouts.dtype_rules import Kept
@@ -111,7 +112,8 @@ def lay_out(request: LayoutRequest) -> Output:
     Raises:
         OptionError: options that contradict each other, or do not suit this source.
     """
-    options, tensors = request.options, request.checkpoint.tensors.values()
+    options = request.options
+    tensors: Collection[TensorInfo] = request.checkpoint.tensors.values()
     name = options.layout or ("shards" if request.plan is None else "devices")
     if options.layout is None and not all(map(options.is_default, ("tp", "tp_rules", "pp"))):
         name = "ranks"
@@ -128,6 +130,8 @@ def lay_out(request: LayoutRequest) -> Output:
         raise OptionError.of("metadata", dict(options.metadata), expected)
     output = replace(output, files=tuple(replace(file, metadata=options.metadata) for file in output.files))
     _check_change(request, output)
+    if layout.takes_blocks:  # and decodes them
+        tensors = [tensor for tensor in tensors if not tensor.dtype.block_bytes]
     notes = [
         f"{counted(len(names), 'tensor')} not cast: {reason}, {names[0]} for one"
         for reason, names in options.dtypes.kept_of(tensors).items()

@@ -160,6 +160,20 @@ def test_what_transformers_does_not_read_stays_in_the_file_with_the_reason(tmp_p
     assert "transformers does not read it" in note
 
 
+def test_a_file_in_another_type_gives_llama_cpp_the_same_tokens(case, tmp_path):
+    name, folder, alone = case
+    bigload.reshard(alone / "model.gguf", tmp_path / "q8", layout="gguf", dtype="q8_0")
+    texts = texts_for(name)
+    found, _ = llama_cpp_server.ask(tmp_path / "q8" / "model.gguf", texts)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert found == [tokenizer(text).input_ids for text in texts]
+    ours, theirs = (gguf.GGUFReader(each / "model.gguf").fields for each in (tmp_path / "q8", alone))
+    assert ours.keys() == theirs.keys()
+    changed = {key for key in theirs if ours[key].contents() != theirs[key].contents()}
+    assert changed <= {"general.file_type", "general.alignment", "GGUF.tensor_count", "GGUF.kv_count"}
+    assert ours["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q8_0
+
+
 def test_llama_cpp_finds_the_same_tokens_and_answers_as_transformers(case):
     name, folder, alone = case
     texts = texts_for(name)

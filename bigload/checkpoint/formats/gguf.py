@@ -89,6 +89,23 @@ def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
     return ShardHeader(shard=shard, tensors=rows)
 
 
+def stored_keys(read: ReadRange, num_bytes: int) -> dict[str, bytes]:
+    """Return the value of each key as the file has it: the number of its type, then the value.
+
+    Raises:
+        FormatError: as `read_header`.
+    """
+    reader = _Reader(read, num_bytes)
+    _, num_keys = _beginning(reader)
+    places = dict[str, tuple[int, int]]()
+    for _ in range(num_keys):
+        key, start = reader.string("a key"), reader.position
+        _value(reader, key, room=0)
+        places[key] = start, reader.position
+    raw = read(0, reader.position)
+    return {key: raw[start:stop] for key, (start, stop) in places.items()}
+
+
 class _Reader:
     """Reader of the beginning of a file: where the header ends is known when it has been read.
 

@@ -9,39 +9,33 @@ from math import prod
 from bigload.checkpoint.formats.gguf import DEFAULT_ALIGNMENT
 from bigload.dtypes import GGML_DTYPES, DType
 
-MetadataValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
-
-LEAST_ALIGNMENT = 8
-"""What the format asks of `general.alignment`."""
+MetadataValue = str | bytes | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
+"""Bytes are what another file stores for a value, its type included (`gguf.stored_keys`)."""
 
 _NUMBERS = {dtype.name: number for number, dtype in GGML_DTYPES.items()}
 
 
-def alignment_of(sizes: Iterable[int]) -> int:
-    """Return an alignment at which tensors of these bytes lie without gaps; below `LEAST_ALIGNMENT` there is none."""
-    alignment = DEFAULT_ALIGNMENT
-    for size in sizes:
-        while size % alignment:
-            alignment //= 2
-    return alignment
+def padding(num_bytes: int) -> bytes:
+    """Return what follows so many bytes, up to a multiple of the alignment that ggml's backends ask of tensors."""
+    return bytes(-num_bytes % DEFAULT_ALIGNMENT)
 
 
 def encode_header(
-    metadata: Mapping[str, MetadataValue], tensors: Iterable[tuple[str, DType, tuple[int, ...]]], *, alignment: int
+    metadata: Mapping[str, MetadataValue], tensors: Iterable[tuple[str, DType, tuple[int, ...]]]
 ) -> bytes:
     """Return the bytes before the data: name, dtype and shape (outermost dimension first) of each of `tensors`.
 
-    Their data follows in that order, without gaps where each size is a multiple of `alignment`.
+    Their data follows in that order, each with its `padding`.
     """
-    metadata = {**metadata, "general.alignment": alignment}
-    keys = [_text(key) + _value(value) for key, value in metadata.items()]
+    keys = [_text(key) + _value(value) for key, value in metadata.items() if key != "general.alignment"]
     offset, records = 0, list[bytes]()
     for name, dtype, shape in tensors:
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         records.append(_text(name) + dims + struct.pack("<IQ", _NUMBERS[dtype.name], offset))
-        offset += -(-dtype.num_bytes(prod(shape)) // alignment) * alignment
+        num_bytes = dtype.num_bytes(prod(shape))
+        offset += num_bytes + len(padding(num_bytes))
     head = b"GGUF" + struct.pack("<IQQ", 3, len(records), len(keys)) + b"".join(keys) + b"".join(records)
-    return head + bytes(-len(head) % alignment)
+    return head + padding(len(head))
 
 
 def _text(text: str) -> bytes:
@@ -50,6 +44,8 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: MetadataValue) -> bytes:
+    if isinstance(value, bytes):
+        return value
     if isinstance(value, str):
         return struct.pack("<I", 8) + _text(value)
     if isinstance(value, bool):

@@ -7,6 +7,8 @@ Types of tensors are chosen as llama.cpp's `convert_hf_to_gguf.py` does: vectors
 float16 instead of Q8_0 where rows are no whole blocks. The tokenizer of the folder is in the file too, if llama.cpp has
 a kind and a name for it.
 
+Of another GGUF file, all keys and tensors are written, the tensors in another type if one is asked for.
+
 Readers: llama.cpp, transformers (`gguf_file="model.gguf"`), gguf-py.
 """
 
@@ -16,21 +18,27 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from bigload.checkpoint.formats.gguf import stored_keys
 from bigload.checkpoint.formats.gguf_model import FAMILIES, Family, gguf_name
 from bigload.checkpoint.formats.gguf_tokenizer import UnknownTokenizerError, tokenizer_metadata
-from bigload.checkpoint.formats.gguf_writing import LEAST_ALIGNMENT, MetadataValue, alignment_of, encode_header
-from bigload.checkpoint.formats.registry import GGUF
+from bigload.checkpoint.formats.gguf_writing import MetadataValue, encode_header, padding
+from bigload.checkpoint.formats.registry import GGUF, read_shard_header
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
+from bigload.checkpoint.sources.small_reads import opened_range
+from bigload.conversion.arithmetic.ggml_blocks import GgmlValues
 from bigload.conversion.arithmetic.ggml_rows import ConstantRow, GgmlRows
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
 from bigload.dtypes import DTYPES, STORED_DTYPES, DType
 from bigload.errors import OptionError
 from bigload.layouts.layout import LayoutRequest, OutputLayout
 from bigload.layouts.output import Output, OutputFile, OutputTensor
+from bigload.layouts.transforms.gguf_values import check_decoded
 from bigload.planning.plan import Plan
+from bigload.units import counted
 
 FILE = "model.gguf"
 _F32, _F16, _Q8_0 = DTYPES["F32"], DTYPES["F16"], STORED_DTYPES["Q8_0"]
+_ALWAYS_F32 = (".ffn_gate_inp.", "_norm.", "position_embd.", "token_types.", ".ssm_conv1d.", ".shortconv.conv.")
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 """`general.file_type`: llama.cpp's number of what most weights are."""
 
@@ -42,6 +50,8 @@ def lay_out(request: LayoutRequest) -> Output:
         OptionError: llama.cpp's names are not known for such a model, or what it stores cannot be written.
     """
     checkpoint = request.checkpoint
+    if checkpoint.format == GGUF.name:
+        return _rewritten(request)
     config = checkpoint.config or {}
     architecture, family = _family(checkpoint)
     _check_computation(config)
@@ -67,34 +77,70 @@ def lay_out(request: LayoutRequest) -> Output:
     if factors:
         row = ComputedTensor("rope_freqs.weight", _F32, (len(factors),), ConstantRow(factors))
         made[row.name] = OutputTensor(source=row, dtype=_F32), _F32, row.shape
-    alignment = alignment_of(tensor.num_bytes for tensor, _, _ in made.values())
-    if alignment < LEAST_ALIGNMENT:
-        raise _refusal("a model whose tensors have multiples of 8 bytes, as GGUF needs")
     metadata = _metadata(checkpoint, architecture, family, [dtype for _, dtype, _ in made.values()])
     embedding = made.get("token_embd.weight")
     tokenizer, note = _tokenizer(checkpoint, embedding[2][0] if embedding else 0)
-    metadata |= tokenizer
-    header = encode_header(
-        metadata, [(name, dtype, shape) for name, (_, dtype, shape) in made.items()], alignment=alignment
-    )
-    file = OutputFile(
-        file=FILE, tensors=tuple(tensor for tensor, _, _ in made.values()), is_raw=True, own_header=header
-    )
+    return _one_file({**metadata, **tokenizer}, made, note)
+
+
+_Made = Mapping[str, tuple[OutputTensor, DType, tuple[int, ...]]]
+"""Tensors to write by name, with the dtype and shape that the header states."""
+
+
+def _one_file(metadata: Mapping[str, MetadataValue], made: _Made, note: str) -> Output:
+    header = encode_header(metadata, [(name, dtype, shape) for name, (_, dtype, shape) in made.items()])
+    tensors = tuple(tensor for tensor, _, _ in made.values())
+    gaps = tuple(padding(tensor.num_bytes) for tensor in tensors)
+    file = OutputFile(file=FILE, tensors=tensors, is_raw=True, own_header=header, gaps=gaps)
     return Output(files=(file,), notes=(note,))
+
+
+def _rewritten(request: LayoutRequest) -> Output:
+    """Return a GGUF file with the tensors of another, joined if it is split, and with all keys of it.
+
+    Names and order of rows are those of the file, so nothing has to be known about its architecture.
+    """
+    checkpoint, asked = request.checkpoint, request.options.dtypes.dtype
+    if request.options.transforms:
+        hint = "reshard it to safetensors with them first, and that to GGUF"
+        raise OptionError.of("transforms", "given", "none from GGUF to GGUF, where tensors stay as they are", hint=hint)
+    keys, stored = dict[str, MetadataValue](), dict[str, TensorInfo]()
+    for shard in checkpoint.shards:
+        place = checkpoint.root / shard.file
+        stored.update(read_shard_header(place, shard.file, GGUF).tensors)
+        with opened_range(place) as read:  # only the first of several files has more than `split.` keys
+            keys = {**stored_keys(read, shard.num_bytes), **keys}
+    if asked is not None:
+        check_decoded(checkpoint.path, stored.values())
+    made = {name: _again(tensor, asked) for name, tensor in stored.items()}
+    metadata = {key: value for key, value in keys.items() if not key.startswith("split.")}
+    if asked is not None:
+        metadata["general.file_type"] = _file_type([dtype for _, dtype, _ in made.values()])
+    return _one_file(metadata, made, f"model.gguf has all {counted(len(metadata), 'key')} of the source")
+
+
+def _again(tensor: TensorInfo, asked: DType | None) -> tuple[OutputTensor, DType, tuple[int, ...]]:
+    name, shape = tensor.name, tensor.shape
+    is_float = tensor.dtype.block_bytes > 0 or tensor.dtype.name in ("F64", *_FILE_TYPES)
+    stored = _F32 if tensor.dtype.block_bytes else tensor.dtype
+    dtype = _dtype(name, stored, shape, asked) if asked is not None and is_float else tensor.dtype
+    if dtype == tensor.dtype:
+        as_bytes = replace(tensor, dtype=DTYPES["U8"], shape=(tensor.num_bytes,))
+        return OutputTensor(source=as_bytes, dtype=as_bytes.dtype), dtype, shape
+    values = ComputedTensor(name, _F32, shape, GgmlValues(tensor)) if tensor.dtype.block_bytes else tensor
+    return _written(name, GgmlRows((values,), is_q8_0=dtype == _Q8_0), dtype, shape), dtype, shape
 
 
 def _tokenizer(checkpoint: Checkpoint, num_rows: int) -> tuple[dict[str, MetadataValue], str]:
     """Return the keys of the tokenizer, if it can be written, and a sentence about it."""
     try:
-        if checkpoint.format == GGUF.name:
-            raise UnknownTokenizerError("that of the source stays in its file")
         found = tokenizer_metadata(checkpoint.root, num_rows)
     except UnknownTokenizerError as error:
         return {}, f"model.gguf has no tokenizer, which llama.cpp needs: {error}"
     except OSError as error:
         return {}, f"model.gguf has no tokenizer, which llama.cpp needs: {error.strerror or error}"
     kind, rule = found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]
-    return found, f"model.gguf has the tokenizer, of llama.cpp's kind {kind} (pre {rule})"
+    return found, f"model.gguf has the tokenizer, of llama.cpp's kind {kind!s} (pre {rule!s})"
 
 
 def _refusal(expected: str, *, hint: str | None = None) -> OptionError:
@@ -107,7 +153,7 @@ def _family(checkpoint: Checkpoint) -> tuple[str, Family]:
     written = {name: family for name, family in FAMILIES.items() if not family.fuses_experts}
     for architecture, family in written.items():
         if family.model_type == found:
-            if config.get("quantization_config") and checkpoint.format != "gguf":
+            if config.get("quantization_config"):
                 raise _refusal("a model that is not quantised", hint="reshard the original weights")
             return ("llama" if family.turns_heads else architecture), family
     known = ", ".join(family.model_type for family in written.values())
@@ -158,7 +204,7 @@ def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, list[Oper
 def _dtype(name: str, stored: DType, shape: tuple[int, ...], asked: DType | None) -> DType:
     if stored.name not in ("F64", *_FILE_TYPES):
         raise _refusal(f"weights in float16, bfloat16 or float32; {name} is {stored}")
-    if len(shape) == 1 or ".ffn_gate_inp." in name:
+    if len(shape) == 1 or any(each in name for each in _ALWAYS_F32):
         return _F32
     dtype = asked or (_F32 if stored.name == "F64" else stored)
     if dtype.name not in _FILE_TYPES:
@@ -183,7 +229,6 @@ def _metadata(
     checkpoint: Checkpoint, architecture: str, family: Family, dtypes: list[DType]
 ) -> dict[str, MetadataValue]:
     config = checkpoint.config or {}
-    matrices = [dtype.name for dtype in dtypes if dtype != _F32] or ["F32"]
     name = checkpoint.name
     if family.model_type == "mistral" and "mistral" not in name.lower():
         name = f"Mistral {name}"  # the name tells readers Mistral from Llama
@@ -191,7 +236,7 @@ def _metadata(
         "general.architecture": architecture,
         "general.type": "model",
         "general.name": name,
-        "general.file_type": _FILE_TYPES[max(set(matrices), key=matrices.count)],
+        "general.file_type": _file_type(dtypes),
         "general.quantization_version": 2,
     }
     experts = config.get("num_experts", config.get("num_local_experts"))  # versions of transformers name it differently
@@ -222,6 +267,11 @@ def _metadata(
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             found[f"tokenizer.ggml.{key}_token_id"] = value
     return found
+
+
+def _file_type(dtypes: list[DType]) -> int:
+    matrices = [dtype.name for dtype in dtypes if dtype != _F32 and dtype.name in _FILE_TYPES] or ["F32"]
+    return _FILE_TYPES[max(set(matrices), key=matrices.count)]
 
 
 def _head_dim(config: Mapping[str, object]) -> int:

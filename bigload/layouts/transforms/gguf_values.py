@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bigload.checkpoint.byte_source import scheme_of
@@ -49,20 +50,7 @@ class DecodeGguf:
         """
         checkpoint = found.checkpoint
         packed = [tensor for tensor in checkpoint.tensors.values() if tensor.dtype.block_bytes]
-        unknown = [tensor for tensor in packed if tensor.dtype.name not in DECODERS]
-        if unknown:
-            raise UnsupportedFormatError(
-                checkpoint.path,
-                f"{unknown[0].name} is {unknown[0].dtype}, which is not decoded ({counted(len(unknown), 'tensor')})",
-                hint=f"decoded are {', '.join(DECODERS)}; llama-quantize of llama.cpp makes F16 of others",
-            )
-        scale = next((name for name in checkpoint.tensors if name.endswith(".scale")), None)
-        if scale is not None and packed:  # of NVFP4
-            text = f"its values are multiplied by {scale} and its like when a model runs, which is not done here"
-            raise UnsupportedFormatError(checkpoint.path, text, hint="reshard the weights that it was made of")
-        rare = next((tensor for tensor in packed if tensor.dtype.name in DECODED_BY_PACKAGE), None)
-        if rare is not None:
-            require("gguf", asked_by=f"decoding {rare.dtype}, which {rare.name} is stored in,", extra="gguf")
+        check_decoded(checkpoint.path, checkpoint.tensors.values())
         if packed and self.dtype is None:
             hint = "add --dtype bf16; ggml's blocks cannot be written as safetensors"
             raise OptionError.of("dtype", None, "one to write quantised weights in", hint=hint)
@@ -90,6 +78,26 @@ class DecodeGguf:
         documents, note = _tokenizer(checkpoint)
         decoded = found.with_tensors(kept, notes=[*(notes if packed else notes[1:]), note])
         return replace(decoded, documents={**found.documents, **documents})
+
+
+def check_decoded(path: str, tensors: Iterable[TensorInfo]) -> None:
+    """Raise what `DecodeGguf.apply` does if one of `tensors`, of the file at `path`, is not decoded."""
+    tensors = list(tensors)
+    packed = [tensor for tensor in tensors if tensor.dtype.block_bytes]
+    unknown = [tensor for tensor in packed if tensor.dtype.name not in DECODERS]
+    if unknown:
+        raise UnsupportedFormatError(
+            path,
+            f"{unknown[0].name} is {unknown[0].dtype}, which is not decoded ({counted(len(unknown), 'tensor')})",
+            hint=f"decoded are {', '.join(DECODERS)}; llama-quantize of llama.cpp makes F16 of others",
+        )
+    scale = next((tensor.name for tensor in tensors if tensor.name.endswith(".scale")), None)
+    if scale is not None and packed:  # of NVFP4
+        text = f"its values are multiplied by {scale} and its like when a model runs, which is not done here"
+        raise UnsupportedFormatError(path, text, hint="reshard the weights that it was made of")
+    rare = next((tensor for tensor in packed if tensor.dtype.name in DECODED_BY_PACKAGE), None)
+    if rare is not None:
+        require("gguf", asked_by=f"decoding {rare.dtype}, which {rare.name} is stored in,", extra="gguf")
 
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
