@@ -1,1 +1,1 @@
-"""Facts about this machine: RAM, GPUs, page cache, huge pages, file systems, threads. Needs no torch."""
+"""Facts about this machine: RAM, accelerators, page cache, huge pages, file systems, threads. Needs no torch."""

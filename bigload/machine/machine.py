@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bigload.machine.accelerators.gpus import detect_gpus
 from bigload.machine.detected import DetectedGpus, DetectedMemory
-from bigload.machine.gpus import detect_gpus
 from bigload.machine.memory import detect_ram
 
 

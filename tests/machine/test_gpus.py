@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigload.machine.gpus import detect_gpus, read_gpus
+from bigload.machine.accelerators.gpus import detect_gpus
+from bigload.machine.accelerators.nvidia_gpus import read_gpus
 
 MIB = 1 << 20
 UUIDS = [

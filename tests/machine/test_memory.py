@@ -150,7 +150,7 @@ def test_a_budget_of_sizes_looks_at_nothing(monkeypatch):
     program = (
         "import sys\nfrom bigload.planning.budget.budget import MemoryBudget\n"
         "MemoryBudget.parse(['cuda:0=22GiB,cpu=64GiB'])\n"
-        "late = {'subprocess', 'tomllib', 'shutil', 'bigload.machine.gpus', 'bigload.machine.memory'}\n"
+        "late = {'subprocess', 'tomllib', 'shutil', 'bigload.machine.accelerators', 'bigload.machine.memory'}\n"
         "assert not late & set(sys.modules), late & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bigload.machine.gpus import detect_gpus
-from bigload.machine.mig_slices import read_slices, visible_slice
+from bigload.machine.accelerators.gpus import detect_gpus
+from bigload.machine.accelerators.mig_slices import read_slices, visible_slice
 from bigload.units import MIB
 
 # Recorded on an A100 of MAX IV: README of the Helm chart of MortalGPU (gitlab.com/MaxIV/kubernetes/mortalgpu).

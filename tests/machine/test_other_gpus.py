@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigload.machine.amd_gpus import read_amd_gpus
-from bigload.machine.gpus import detect_gpus
-from bigload.machine.intel_gpus import read_device_numbers, read_intel_gpus
+from bigload.machine.accelerators.amd_gpus import read_amd_gpus
+from bigload.machine.accelerators.gpus import detect_gpus
+from bigload.machine.accelerators.intel_gpus import read_device_numbers, read_intel_gpus
 from bigload.units import MIB
 
 # Recorded on a Radeon 680M: test data of the agent of Beszel (github.com/henrygd/beszel), `rocm-smi ... --json`.

@@ -1,6 +1,4 @@
-"""GPUs of this machine and their memory, from the tools of their makers and the environment; no torch, no driver calls.
-
-NVIDIA's are read here, AMD's and Intel's in modules of their own.
+"""NVIDIA GPUs and their memory, from `nvidia-smi`; torch calls them `cuda:N`.
 
 CUDA decides which GPU a process sees under which number, by three variables and one mode:
 
@@ -14,17 +12,14 @@ CUDA decides which GPU a process sees under which number, by three variables and
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bigload.devices import Device
-from bigload.machine.amd_gpus import detect_amd_gpus
+from bigload.machine.accelerators.mig_slices import MigSlice, read_slices, visible_slice
+from bigload.machine.accelerators.vendor_tool import NoAnswerError, ask, failed, installed
 from bigload.machine.detected import DetectedGpus, DetectedMemory, UnknownMemory
-from bigload.machine.intel_gpus import detect_intel_gpus
-from bigload.machine.mig_slices import MigSlice, read_slices, visible_slice
-from bigload.machine.vendor_tool import PATIENCE_SECONDS, NoAnswerError, ask, failed, installed
 from bigload.units import MIB
 
 _QUERY = ("--query-gpu=index,uuid,memory.total,memory.free,mig.mode.current,name", "--format=csv,noheader,nounits")
@@ -53,36 +48,8 @@ class _Gpu:
         return f"GPU {self.index} ({self.name})"
 
 
-def detect_gpus(*, environ: Mapping[str, str] = os.environ, patience_seconds: float = PATIENCE_SECONDS) -> DetectedGpus:
-    """Return the GPUs that a program with these variables would see, and what is free on each.
-
-    `cuda:N` are NVIDIA's, or AMD's where no tool of NVIDIA finds one; `xpu:N` are Intel's. Never raises: a tool that is
-    missing, fails or does not answer in time is a reason why there are none.
-    """
-    asked = [
-        _detect_nvidia_gpus(environ, patience_seconds=patience_seconds),
-        detect_amd_gpus(environ, patience_seconds=patience_seconds),
-        detect_intel_gpus(environ, patience_seconds=patience_seconds),
-    ]
-    found = [gpus for gpus in asked if gpus is not None]
-    if not found:
-        return DetectedGpus(missing="nvidia-smi, amd-smi, rocm-smi and xpu-smi are not installed")
-    shown = list[DetectedGpus]()
-    kinds = set[str]()
-    for gpus in found:
-        own = {memory.device.kind for memory in gpus.memory} | {unknown.device.kind for unknown in gpus.unknown}
-        if not own & kinds:  # torch is built for one maker of `cuda:N`
-            shown.append(gpus)
-            kinds |= own
-    return DetectedGpus(
-        memory=tuple(memory for gpus in shown for memory in gpus.memory),
-        unknown=tuple(unknown for gpus in shown for unknown in gpus.unknown),
-        missing="; ".join(gpus.missing for gpus in found if gpus.missing),
-        notes=tuple(note for gpus in found for note in gpus.notes),
-    )
-
-
-def _detect_nvidia_gpus(environ: Mapping[str, str], *, patience_seconds: float) -> DetectedGpus | None:
+def detect_nvidia_gpus(environ: Mapping[str, str], *, patience_seconds: float) -> DetectedGpus | None:
+    """Return the NVIDIA GPUs that a program with these variables would see; None where there is no `nvidia-smi`."""
     if installed("nvidia-smi", environ) is None:
         return None
 

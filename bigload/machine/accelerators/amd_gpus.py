@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from bigload.devices import Device
+from bigload.machine.accelerators.vendor_tool import PATIENCE_SECONDS, NoAnswerError, ask, failed, installed
 from bigload.machine.detected import DetectedGpus, DetectedMemory
-from bigload.machine.vendor_tool import PATIENCE_SECONDS, NoAnswerError, ask, failed, installed
 from bigload.units import GIB, KIB, MIB
 
 _QUESTIONS = {"amd-smi": ("metric", "--mem-usage", "--json"), "rocm-smi": ("--showmeminfo", "vram", "--json")}

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 
 from bigload.devices import Device
+from bigload.machine.accelerators.vendor_tool import PATIENCE_SECONDS, NoAnswerError, ask, failed, installed
 from bigload.machine.detected import DetectedGpus, DetectedMemory, UnknownMemory
-from bigload.machine.vendor_tool import PATIENCE_SECONDS, NoAnswerError, ask, failed, installed
 
 _TOOL = "xpu-smi"
 
