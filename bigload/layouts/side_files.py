@@ -23,10 +23,10 @@ from bigload.dtypes import DType
 from bigload.errors import ReadError
 from bigload.layouts.dtype_rules import config_with_dtype
 from bigload.layouts.folder_files import folder_files
-from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.layouts.other_weights import OtherWeights, is_weight_file, other_weights
 from bigload.layouts.output import Output
 from bigload.machine.activities import NO_RECORDER
+from bigload.planning.plan_file import PLAN_FILE
 from bigload.units import MIB
 
 CONFIG_FILE = "config.json"

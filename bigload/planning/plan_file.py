@@ -49,6 +49,9 @@ from bigload.units import MIB
 
 SCHEMA = "bigload.plan/1.2"
 
+PLAN_FILE = "plan.json"
+"""The plan in a folder that was resharded by it."""
+
 _BOUNDS = ("offloaded_bytes", "least_offloaded_bytes", "disk_bytes", "least_disk_bytes", "largest_bytes")
 
 _HOW = "make one with: bigload plan PATH -m DEVICE=SIZE -o plan.json"

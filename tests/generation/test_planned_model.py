@@ -2,15 +2,20 @@
 
 import importlib.machinery
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import bigload
 from bigload import extras
 from bigload.errors import MissingPackageError, OptionError, StalePlanError, StateDictMismatchError
 from bigload.generation.planned_model import PlannedModel
 from bigload.generation.text_generator import Sampling, TextGenerator
+from bigload.machine.page_cache import evict
 from builders import write_shard
 from make import load_recipe, make
 
@@ -112,3 +117,23 @@ def test_answers_bring_the_statistics_of_their_own_forwards(llama):
     (in_memory,) = answers(opened(llama, bigload.plan(llama, {"cpu": "1GiB"})), times=1)
     assert in_memory.forwards is None
     assert in_memory.tokens == first.tokens
+
+
+@pytest.mark.peers
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_cached_weights_for_the_cpu_stay_pages_of_their_files(llama, tmp_path, is_cached):
+    folder = shutil.copytree(llama, tmp_path / "model")  # of which no earlier test has maps
+    files = sorted(folder.glob("*.safetensors"))
+    if is_cached:
+        assert all(file.read_bytes() for file in files)
+    else:
+        assert evict(files) == 0
+    planned = opened(folder, bigload.plan(folder, {"cpu": "1GiB"}))
+    model = planned.dispatched()
+    assert (str(files[0]) in Path("/proc/self/maps").read_text()) == is_cached
+    stored = {name: value for file in files for name, value in load_file(file).items()}
+    assert all(torch.equal(value, stored[name]) for name, value in model.named_parameters())
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    assert all(torch.equal(value, stored[name]) for name, value in load_file(files[0]).items())

@@ -25,9 +25,7 @@ from bigload.devices import Device
 from bigload.layouts.layout import LayoutRequest, OutputLayout, base_name, index_of, numbered, split
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.planning.plan import Plan, recount
-from bigload.planning.plan_file import plan_to_json
-
-PLAN_FILE = "plan.json"
+from bigload.planning.plan_file import PLAN_FILE, plan_to_json
 
 
 def lay_out(request: LayoutRequest) -> Output:

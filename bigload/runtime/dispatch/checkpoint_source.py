@@ -17,14 +17,14 @@ from bigload.checkpoint.recorded_digests import RecordedDigests
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, LegacyPickleError, Problem
-from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.loading.legacy_torch import as_checkpoint, as_requested, load_legacy, tensor_of
 from bigload.loading.load import load_selected
 from bigload.loading.selection import select
+from bigload.loading.settings import Method
 from bigload.loading.slices import Slice
 from bigload.planning import load_dtype
 from bigload.planning.plan import Plan
-from bigload.planning.plan_file import is_plan, open_planned, read_plan
+from bigload.planning.plan_file import PLAN_FILE, is_plan, open_planned, read_plan
 from bigload.runtime.dispatch.packed_weights import packed_view
 
 
@@ -38,6 +38,7 @@ class CheckpointSource:
         legacy: The tensors of torch files in the old form.
         packed: Weights that are made of several tensors, by their names in the model.
         recorded: Digests to compare all that is loaded with.
+        method: The I/O method; see `load`.
     """
 
     view: CheckpointView
@@ -45,6 +46,7 @@ class CheckpointSource:
     legacy: Mapping[str, torch.Tensor] | None = None
     packed: Mapping[str, WeightInParts] = field(default_factory=dict)
     recorded: RecordedDigests | None = None
+    method: Method | None = None
 
     @classmethod
     def open(cls, what: str | os.PathLike[str] | Checkpoint | Plan) -> CheckpointSource:
@@ -96,7 +98,7 @@ class CheckpointSource:
         """Return the tensors that `places` names, on the devices that it says."""
         selection = select(self.view, only=list(places), device=places, dtype=dtype, slices=slices)
         if self.legacy is None:
-            return load_selected(self.checkpoint, selection, recorded=self.recorded)
+            return load_selected(self.checkpoint, selection, self.method, recorded=self.recorded)
         return {
             want.name: as_requested(want, tensor_of(self.view, want.name, self.legacy)) for want in selection.wanted
         }

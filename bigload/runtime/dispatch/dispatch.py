@@ -44,7 +44,6 @@ from bigload.runtime.offload.offload_functions import offloaded
 from bigload.runtime.offload.offload_writer import StrPath
 from bigload.runtime.offload.offloaded_weights_loader import OffloadedWeightsLoader
 from bigload.runtime.offload.weight_sources import LayeredWeights, PrefixedDataset
-from bigload.runtime.streaming.streaming_hook import stream
 from bigload.runtime.streaming.streaming_limits import StreamOptions
 
 Weights = Mapping[str, torch.Tensor]
@@ -424,6 +423,8 @@ def _finish(
     _tie_on_devices(model, tied, runs_on)
     refuse_changes(model)
     if options.streaming is not None:
+        from bigload.runtime.streaming.streaming_hook import stream  # a model in memory starts without it
+
         stream(model, options.streaming)
     _note_device_map(model, device_map)
 

@@ -15,11 +15,11 @@ from torch import nn
 from bigload.checkpoint.source import open_checkpoint
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.errors import CheckpointError, InvalidPlanError, LegacyPickleError, OptionError
-from bigload.layouts.kinds.device_folders import PLAN_FILE
 from bigload.loading.load import digests_for
 from bigload.loading.memory_errors import memory_errors
+from bigload.loading.settings import Method, settings
 from bigload.planning.plan import Plan, ResidentExperts
-from bigload.planning.plan_file import read_plan
+from bigload.planning.plan_file import PLAN_FILE, read_plan
 from bigload.runtime.device_map.auto_device_map import infer_auto_device_map
 from bigload.runtime.device_map.blocks import DeviceMap
 from bigload.runtime.device_map.checks import check_device_map
@@ -137,6 +137,7 @@ def load_and_dispatch(
     force_hooks: bool = False,
     strict: bool = True,
     verify: bool | StrPath = False,
+    method: Method | str | None = None,
     prefetch: bool = True,
     prefetch_bytes: int | str | None = None,
     resident_bytes: int | str | None = None,
@@ -159,6 +160,7 @@ def load_and_dispatch(
         strict: Refuse a model that lacks a tensor of the plan or has more, before anything is read.
         verify: Compare every tensor with the digest that the checkpoint's manifest has, or the manifest at this path,
             while it is read. What stays on disk is read once for that; not compared is what is read of it later.
+        method: How weights for memory are read; see `load`.
         prefetch: See `dispatch_model`.
         prefetch_bytes: See there. By default what the plan has reserved for streamed weights, less the largest block.
         resident_bytes: See `dispatch_model`.
@@ -178,7 +180,8 @@ def load_and_dispatch(
         force_hooks=force_hooks,
         streaming=streaming_of(made, prefetch, prefetch_bytes, resident_bytes, experts_on_demand, model),
     )
-    return load_planned(model, made, options, dtype=dtype, strict=strict, verify=verify)
+    chosen = None if method is None else settings(method=method).method
+    return load_planned(model, made, options, dtype=dtype, strict=strict, verify=verify, method=chosen)
 
 
 def load_planned(
@@ -189,9 +192,11 @@ def load_planned(
     dtype: str | torch.dtype | None,
     strict: bool,
     verify: bool | StrPath = False,
+    method: Method | None = None,
 ) -> nn.Module:
     """Do what `load_and_dispatch` does, with a plan that was read."""
     found = matched(model, plan, strict=strict, is_complete=True)  # before the map, of which a mismatch says less
+    found = replace(found, source=replace(found.source, method=method))
     if verify is not False:
         recorded = digests_for(found.source.checkpoint, verify=verify if isinstance(verify, bool) else Path(verify))
         found = replace(found, source=replace(found.source, recorded=recorded))

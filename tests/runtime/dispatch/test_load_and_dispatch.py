@@ -212,9 +212,9 @@ def test_a_plan_is_carried_out(folder, tmp_path, form):
 def test_a_resharded_folder_is_read_once_and_what_is_for_the_disk_not_at_all(folder, tmp_path, monkeypatch):
     calls = []
 
-    def load(checkpoint, selection, **options):
+    def load(checkpoint, selection, *options, **more):
         calls.append([want.tensor.span for want in selection.wanted])
-        return load_selected(checkpoint, selection, **options)
+        return load_selected(checkpoint, selection, *options, **more)
 
     monkeypatch.setattr(checkpoint_source, "load_selected", load)
     bigload.reshard(plan_of(folder), tmp_path / "resharded")
