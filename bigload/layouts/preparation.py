@@ -58,6 +58,7 @@ class PreparedReshard:
         ranges: Byte ranges of data by file; the rest are holes of sparse sources.
         side_files: Config, tokenizer and the like, copied if the whole model is written.
         stored_bytes: Bytes that the output takes on disk, without holes.
+        needed_bytes: Bytes of disk to write; 0 where nothing is, or the kernel shares blocks.
         free_bytes: Free bytes there.
         kept_bytes: Bytes of an interrupted run that is resumed, before they are checked.
         options: Options that it was prepared with.
@@ -78,6 +79,7 @@ class PreparedReshard:
     ranges: Mapping[str, DataRanges]
     side_files: tuple[SideFile, ...]
     stored_bytes: int
+    needed_bytes: int
     free_bytes: int
     kept_bytes: int
     options: ReshardOptions
@@ -95,11 +97,23 @@ class PreparedReshard:
         """Bytes of all files of weights, holes included."""
         return self.output.num_bytes
 
+    @property
+    def lack_of_space(self) -> NotEnoughSpaceError | None:
+        """Why the output cannot be written now, if its disk has too little room: a dry run can do without."""
+        if self.needed_bytes <= self.free_bytes:
+            return None
+        return NotEnoughSpaceError(self.out, needed_bytes=self.needed_bytes, free_bytes=self.free_bytes)
+
+    def check_space(self) -> None:
+        """Raise NotEnoughSpaceError if there is `lack_of_space`."""
+        if (error := self.lack_of_space) is not None:
+            raise error
+
 
 def prepare_reshard(
     source: Plan | ParallelPlan | Checkpoint | str | Path, out: str | Path, options: ReshardOptions = DEFAULTS
 ) -> PreparedReshard:
-    """Check source, output and disk space, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
+    """Check source and output, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
     target = output_folder(out)
     source, options = ranks_of_plan(source, options)
     checkpoint, plan = open_source(source, checkpoint=options.checkpoint)
@@ -240,9 +254,8 @@ def prepare_output(
             check_output(target, resume=options.resume, force=options.force)
             _check_writable(_existing(target))
         left = _stored_in(staging_folder(target))  # resumed, or removed first
-        needed, free = _on_disk(sizes) - left, _free_bytes(target)
-    if needed > free and not is_finished and kernel is not KernelCopy.CLONE:
-        raise NotEnoughSpaceError(target, needed_bytes=needed, free_bytes=free)
+        free = _free_bytes(target)
+    takes_space = not is_finished and kernel is not KernelCopy.CLONE
     return PreparedReshard(
         checkpoint=checkpoint,
         plan=plan,
@@ -251,6 +264,7 @@ def prepare_output(
         ranges=ranges,
         side_files=side_files,
         stored_bytes=sum(sizes),
+        needed_bytes=max(_on_disk(sizes) - left, 0) if takes_space else 0,
         free_bytes=free,
         kept_bytes=left if options.resume else 0,
         options=options,

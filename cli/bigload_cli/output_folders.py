@@ -11,22 +11,38 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from bigload_cli.failures import FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATED, StoppedError
+from bigload.plain_text import printable
+from bigload_cli.failures import ANSWER_IS_NO, FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATED, StoppedError
+from bigload_cli.output import say
 
 if TYPE_CHECKING:
     from bigload.layouts.preparation import PreparedReshard
+
+
+def say_lack_of_space(prepared: PreparedReshard) -> None:
+    """Warn after a dry run if the disk has too little room.
+
+    Raises:
+        Exit: with the code of an answer that is no.
+    """
+    error = prepared.lack_of_space
+    if error is not None:
+        say(f"warning: {printable('; '.join([error.message, *error.details]))}")
+        raise typer.Exit(ANSWER_IS_NO)
 
 
 def confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool = True) -> None:
     """Ask once whether to destroy what `--force` destroys, if there is anything.
 
     Raises:
+        NotEnoughSpaceError: nothing can be written anyway.
         OutputExistsError: there is no terminal to ask on, and `--yes` was not given.
         StoppedError: the answer was no.
     """
     from bigload.errors import OutputExistsError
     from bigload_cli.views.reshard import destroyed
 
+    prepared.check_space()
     what = destroyed(prepared)
     if what is None or yes:
         return

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -192,6 +194,26 @@ def test_a_dry_run_names_every_file_and_writes_nothing(run, plan, here, what):
     assert run(f"bigload reshard {what} out -q").code == 0
     written = {name for name in names(here / "out") if (here / "out" / name).is_file()}
     assert {line.split()[0] for line in table.splitlines()[1:]} == written
+
+
+@pytest.mark.parametrize(
+    "what", ["reshard tiny-llama out", "reshard llama-70b out --dtype fp32", "fetch tiny-llama out"]
+)
+def test_a_dry_run_answers_without_the_room_that_a_run_needs(run, here, monkeypatch, what):
+    usage = shutil.disk_usage(here)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1024))
+    plain, document, quiet = (run(f"bigload {what} --dry-run {option}") for option in ("", "--json", "-q"))
+    assert "1.0 KiB free there" in plain.stdout
+    assert plain.stdout.endswith("dry run: nothing was written\n")
+    assert json.loads(document.stdout)["free_bytes"] == 1024
+    assert quiet.stdout == "out\n"
+    for done in (plain, document, quiet):
+        assert done.code == 3
+        assert re.fullmatch(r"warning: not enough space for out: .+ to write, 1.0 KiB free; short by .+\n", done.stderr)
+    done = run(f"bigload {what} --force")
+    assert (done.code, done.stdout) == (1, "")
+    assert "error: not enough space for out: " in done.stderr
+    assert names(here).isdisjoint({"out", "out.partial"})
 
 
 def test_one_verb_follows_the_other(run, plan, here):

@@ -166,7 +166,7 @@ def fetch(
 def prepare_fetch(
     model: Checkpoint | str | Path, out: str | Path | None = None, options: FetchOptions | None = None
 ) -> PreparedFetch:
-    """Check source, output and disk space, and return what `run_fetch` would do. Writes nothing. See `fetch`."""
+    """Check source and output, and return what `run_fetch` would do. Writes nothing. See `fetch`."""
     asked = options or FetchOptions()
     plan = read_plan(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
     checkpoint, plan = open_source(model) if plan is None else open_source(plan, checkpoint=model)

@@ -22,7 +22,7 @@ from bigload_cli.options import (
     YesOption,
     bytes_in_flight,
 )
-from bigload_cli.output_folders import confirm, interruptible
+from bigload_cli.output_folders import confirm, interruptible, say_lack_of_space
 
 if TYPE_CHECKING:
     from bigload.layouts.fetching.fetch import FetchReport, PreparedFetch
@@ -120,6 +120,8 @@ def fetch(
         _announce(prepared, dry_run=dry_run, color=color)
     report = None if dry_run else _run(prepared, yes=yes, quiet=quiet)
     _deliver(prepared, report, as_json=as_json, quiet=quiet)
+    if dry_run:
+        say_lack_of_space(prepared.run)
 
 
 def _announce(prepared: PreparedFetch, *, dry_run: bool, color: ColorMode) -> None:

@@ -28,7 +28,7 @@ from bigload_cli.options import (
     bytes_in_flight,
     size_option,
 )
-from bigload_cli.output_folders import confirm, interruptible
+from bigload_cli.output_folders import confirm, interruptible, say_lack_of_space
 from bigload_cli.transforms_given import check_beside, metadata_given, transforms_given
 
 if TYPE_CHECKING:
@@ -292,6 +292,8 @@ def reshard(
                 report = _run(prepared, on_progress, team)
     if team.rank == 0:
         _deliver(prepared, report, as_json=as_json, quiet=quiet)
+    if team.rank == 0 and dry_run:
+        say_lack_of_space(prepared)
 
 
 def _announce(prepared: PreparedReshard, *, dry_run: bool, color: ColorMode) -> None:
