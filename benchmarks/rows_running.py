@@ -24,7 +24,7 @@ from bigload.generation.planned_model import PlannedModel
 from bigload.planning.planner import plan as make_plan
 from bigload.runtime.hooks.attach_hooks import attach_align_device_hook_on_blocks
 from bigload.units import MIB
-from rows import CannotMeasureError, Measurement, Row, RowGoal, Setting, files_of, measured_rounds
+from rows import CannotMeasureError, Measurement, Row, RowGoal, Setting, files_of, measured_rounds, per_round
 from run_contenders import BIGLOAD, PLAIN
 from straight_read import straight_read
 
@@ -146,15 +146,17 @@ def hooks(setting: Setting) -> Measurement:
 
 
 def ranks(setting: Setting, *, state: str) -> Measurement:
-    """Time four ranks of FSDP that load their rows, beside torch's reader."""
+    """Time four ranks of FSDP that load their rows, beside torch's reader; three times a round if files are warm."""
+    repeats = 1 if state == "cold" else 3
     with TemporaryDirectory(dir=setting.folder) as scratch:
         out = Path(scratch) / "ranks.json"
         words = ["--folder", str(setting.model.root), "--ways", "rows", "--states", state]
-        words += ["--rounds", str(setting.rounds), "--json", str(out)]
+        words += ["--rounds", str(repeats * setting.rounds), "--json", str(out)]
         words += ["--without", "torch broadcast", *(f"load_sharded, {way}" for way in ("read", "direct", "sent"))]
         _run([sys.executable, str(_RANKS), *words])
         found = json.loads(out.read_text(encoding="utf-8"))
-    return Measurement(seconds=found[f"rows, {state}"], remarks=tuple(found["remarks"]))
+    seconds = {name: per_round(each, setting.rounds) for name, each in found[f"rows, {state}"].items()}
+    return Measurement(seconds=seconds, remarks=tuple(found["remarks"]))
 
 
 def _run(command: Sequence[str]) -> None:

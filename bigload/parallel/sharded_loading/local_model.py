@@ -53,6 +53,7 @@ class ModelPart:
                 tensors[name] = replace(stored.tensors[theirs], name=name)
         return view_for(self.model, replace(stored, tensors=tensors), self._whole_shapes())
 
+    @torch.no_grad()  # a DTensor gives its local tensor without a step of autograd
     def parts(self, view: CheckpointView) -> list[tuple[Assignment, LocalPart]]:
         """Return the parts of the tensors of `view` and their assignments; raise all errors that need no byte of files.
 
@@ -115,10 +116,10 @@ class ModelPart:
 
     def _part(self, assignment: Assignment, tensor: AssembledTensor) -> LocalPart:
         name = assignment.places[0]
-        old = tensor_named(self.model, name).detach()
+        old = tensor_named(self.model, name)
         division = next((self.divisions[each] for each in assignment.places if each in self.divisions), None)
         spec = self._spans(name, old, tensor, division)
-        local = old.to_local() if isinstance(old, DTensor) else old
+        local = (old.to_local() if isinstance(old, DTensor) else old).detach()
         if old.device.type != "meta" and local.numel() and tuple(local.shape) != spec_shape(spec):
             found, expected = list(local.shape), list(spec_shape(spec))
             text = f"{name} is {found} on this rank, expected {expected}: {_placed(old, division)}"
