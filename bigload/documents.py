@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal
@@ -43,6 +43,12 @@ class DocumentError(ValueError):
     def __init__(self, code: Literal["not-a-file", "too-large", "not-text", "not-json", "not-toml"], text: str) -> None:
         super().__init__(text)
         self.code = code
+
+
+def quoted(texts: Iterable[str]) -> list[str]:
+    """Return each text as JSON has it, in quotes. All at once, for an escaped text has no line break."""
+    found = list(texts)
+    return json.dumps(found, separators=("\n", ":"), ensure_ascii=False)[1:-1].split("\n") if found else []
 
 
 def read_file(path: Path, *, max_bytes: int) -> bytes:

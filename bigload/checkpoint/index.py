@@ -6,7 +6,6 @@ checkpoint's folder.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from urllib.parse import unquote
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.sources.listings import identity_of
 from bigload.checkpoint.sources.small_reads import opened_range
-from bigload.documents import DocumentError, parse_json, read_file
+from bigload.documents import DocumentError, parse_json, quoted, read_file
 from bigload.errors import InvalidCheckpointError, Problem
 
 MAX_INDEX_BYTES = 100_000_000
@@ -89,8 +88,11 @@ def read_beside(path: Path, *, max_bytes: int) -> bytes:
 
 def encode_index(weight_map: Mapping[str, str], *, total_size: int) -> bytes:
     """Return the text of an index file, sorted by tensor name, as save_pretrained writes it."""
-    document = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    names = sorted(weight_map)
+    pairs = zip(quoted(names), quoted(weight_map[name] for name in names), strict=True)
+    lines = ",\n".join(f"    {name}: {file}" for name, file in pairs)
+    tensors = f"{{\n{lines}\n  }}" if lines else "{}"
+    return f'{{\n  "metadata": {{\n    "total_size": {total_size}\n  }},\n  "weight_map": {tensors}\n}}\n'.encode()
 
 
 def resolve_shard(root: Path, file: str) -> Path | str:

@@ -111,7 +111,7 @@ class ReshardRun:
 
     def _enter(self, opened: ExitStack, sign: str, recipe: str) -> Staging:
         prepared, team = self._prepared, self._team
-        begun = run_on_all_ranks(team, lambda: self._begin(opened, sign) if self._is_first else None)
+        begun = run_on_all_ranks(team, lambda: self._begin(opened, sign))
         staging = run_on_all_ranks(
             team,
             lambda: begun or opened.enter_context(joined(prepared.out, recipe, rank=team.rank, sign=sign)),
@@ -120,8 +120,11 @@ class ReshardRun:
             (staging.folder / sign).unlink()
         return staging
 
-    def _begin(self, opened: ExitStack, sign: str) -> Staging:
+    def _begin(self, opened: ExitStack, sign: str) -> Staging | None:
         prepared = self._prepared
+        prepared.check_space()
+        if not self._is_first:
+            return None
         first = staged(
             prepared.out,
             prepared.recipe,

@@ -160,7 +160,6 @@ def index_of(files: Iterable[OutputFile], folder: str = "", *, base: str = "mode
     total_bytes = 0
     for output in files:
         if output.file.startswith(prefix):
-            for tensor in output.tensors:
-                weight_map[tensor.name] = output.file.removeprefix(prefix)
-                total_bytes += tensor.num_bytes
+            weight_map |= dict.fromkeys((tensor.name for tensor in output.tensors), output.file.removeprefix(prefix))
+            total_bytes += sum(tensor.num_bytes for tensor in output.tensors)
     return {f"{prefix}{base}{SAFETENSORS.index_suffix}": encode_index(weight_map, total_size=total_bytes)}

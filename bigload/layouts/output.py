@@ -16,8 +16,8 @@ from typing import Self
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.formats.safetensors import encode_header
-from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
-from bigload.conversion.computed_tensor import ComputedTensor, Operand, stored_in
+from bigload.checkpoint.model import Span, TensorInfo
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of, stored_in
 from bigload.dtypes import DTYPES, DType
 from bigload.loading.slices import Slice, sliced_shape
 from bigload.units import KIB
@@ -37,11 +37,26 @@ class OutputTensor:
         dtype: Dtype to write.
         parts: Slices along one dimension, written one after the other; empty for the whole tensor, which an assembled
             one always is.
+        shape: Shape as written.
+        num_bytes: Bytes as written.
     """
 
     source: Operand
     dtype: DType
     parts: tuple[Slice, ...] = ()
+    # stored, as headers, sizes and ranges ask for them ten times, and 8 ranks of the largest models have 700 000
+    shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    num_bytes: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        shape = shape_of(self.source)
+        if self.parts:
+            shape = sliced_shape(self.source, self.parts[0])
+            for part in self.parts[1:]:
+                length = shape[part.dim] + part.stop - part.start
+                shape = (*shape[: part.dim], length, *shape[part.dim + 1 :])
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "num_bytes", -(-prod(shape) * self.dtype.bits // 8))
 
     @property
     def name(self) -> str:
@@ -49,11 +64,13 @@ class OutputTensor:
 
     @property
     def is_cast(self) -> bool:
-        return self.dtype != self.source.dtype
+        return self.dtype is not self.source.dtype and self.dtype != self.source.dtype
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """The bytes of files that are read for it."""
+        if isinstance(self.source, TensorInfo):
+            return (self.source.span,)
         return tuple(stored.span for stored in stored_in(self.source))
 
     @property
@@ -65,22 +82,6 @@ class OutputTensor:
     def is_view(self) -> bool:
         """Whether the stored tensor is not stored row by row."""
         return isinstance(self.source, TensorInfo) and self.source.strides is not None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape as written."""
-        if isinstance(self.source, AssembledTensor):
-            return self.source.stored_shape
-        if not self.parts:
-            return self.source.shape
-        dim, lengths = self.parts[0].dim, [part.stop - part.start for part in self.parts]
-        shape = sliced_shape(self.source, self.parts[0])
-        return (*shape[:dim], sum(lengths), *shape[dim + 1 :])
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes as written."""
-        return -(-prod(self.shape) * self.dtype.bits // 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +129,19 @@ class OutputFile:
         return encode_header(entries, metadata=metadata, alignment=DATA_ALIGNMENT, offset=self.data_offset)
 
     @cached_property
+    def _header_facts(self) -> tuple[int, str]:
+        header = self.header
+        return len(header), hashlib.sha256(header).hexdigest()
+
+    @property
     def header_bytes(self) -> int:
         """Length of `header`."""
-        return len(self.header)
+        return self._header_facts[0]
+
+    @property
+    def header_sha256(self) -> str:
+        """SHA-256 of `header`, in hexadecimal."""
+        return self._header_facts[1]
 
     @cached_property
     def num_bytes(self) -> int:
@@ -147,6 +158,8 @@ class OutputFile:
 
     def literals(self) -> list[tuple[int, bytes]]:
         """Return the gaps behind the header, each with where in the file it starts."""
+        if not self.gaps:
+            return []
         ends = (start + tensor.num_bytes for tensor, start in zip(self.tensors, self.starts(), strict=True))
         return [(end, gap) for end, gap in zip(ends, self.gaps, strict=False) if gap]
 
@@ -158,8 +171,7 @@ class OutputFile:
     @property
     def fingerprint(self) -> ShardFingerprint:
         """What a plan for the output remembers of this file."""
-        digest = hashlib.sha256(self.header).hexdigest()
-        return ShardFingerprint(file=self.file, num_bytes=self.num_bytes, header_sha256=digest)
+        return ShardFingerprint(file=self.file, num_bytes=self.num_bytes, header_sha256=self.header_sha256)
 
 
 @dataclass(frozen=True, kw_only=True)

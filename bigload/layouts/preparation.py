@@ -312,10 +312,12 @@ def _recipe(output_digest: str, identities: Mapping[str, SourceIdentity]) -> str
 def _output_digest(output: Output) -> str:
     digest = hashlib.sha256()
     for file in output.files:
-        digest.update(json.dumps([file.file, file.num_bytes]).encode() + file.header + b"".join(file.gaps))
-        for tensor in file.tensors:
-            parts = [(part.dim, part.start, part.stop) for part in tensor.parts]
-            digest.update(json.dumps([*_place_of(tensor.source), tensor.dtype.name, parts]).encode())
+        tensors = [
+            [*_place_of(tensor.source), tensor.dtype.name, [(part.dim, part.start, part.stop) for part in tensor.parts]]
+            for tensor in file.tensors
+        ]
+        facts = [file.file, file.num_bytes, file.header_sha256, tensors]
+        digest.update(json.dumps(facts).encode() + b"".join(file.gaps))
     for name, content in output.documents.items():
         digest.update(name.encode() + b"\0" + content)
     return digest.hexdigest()

@@ -182,7 +182,6 @@ def run_reshard(
     """Write what `prepared` describes, if the disk has room; see `reshard`."""
     began = time.monotonic()
     with current_process_group() if team is None else nullcontext(team) as members:
-        run_on_all_ranks(members, prepared.check_space)
         try:
             finished = ReshardRun(prepared, on_progress=on_progress, team=members).carry_out()
         except WriteError as error:

@@ -30,7 +30,7 @@ from typing import NoReturn, TypeGuard
 from bigload.checkpoint.byte_source import ReadRange
 from bigload.checkpoint.formats.registry import FormatError, refuse_lfs_pointer
 from bigload.checkpoint.model import Shard, ShardHeader, Span, StoredForm, StoredTensors, TensorInfo
-from bigload.documents import check_values
+from bigload.documents import check_values, quoted
 from bigload.dtypes import DTYPES, DType
 
 MAX_HEADER_BYTES = 100_000_000
@@ -95,12 +95,16 @@ def encode_header(
 
     The header is padded with blanks so that the data starts `offset` bytes after a multiple of `alignment`.
     """
-    header: dict[str, object] = {METADATA_KEY: dict(sorted(metadata.items()))} if metadata else {}
-    start = 0
-    for name, dtype, shape, num_bytes in tensors:
-        header[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [start, start + num_bytes]}
-        start += num_bytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    tensors, entries, start = list(tensors), [], 0
+    if metadata:
+        texts = json.dumps(dict(sorted(metadata.items())), separators=(",", ":"), ensure_ascii=False)
+        entries.append(f'"{METADATA_KEY}":{texts}')
+    # put together by hand, in a third of the time: ranks of the largest models have a million of them
+    for name, (_, dtype, shape, num_bytes) in zip(quoted([each[0] for each in tensors]), tensors, strict=True):
+        stop, sizes = start + num_bytes, ",".join(map(str, shape))
+        entries.append(f'{name}:{{"dtype":"{dtype.name}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}')
+        start = stop
+    text = f"{{{','.join(entries)}}}".encode()
     text += b" " * ((offset - 8 - len(text)) % alignment)
     return struct.pack("<Q", len(text)) + text
 

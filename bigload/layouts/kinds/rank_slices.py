@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,10 +110,13 @@ def _of_stage(tensors: Iterable[OutputTensor], modules: Sequence[str]) -> list[O
 
 
 def _part(tensor: OutputTensor, divided: Partition, rank: int) -> OutputTensor:
-    division = divided.divisions[tensor.name]
+    return OutputTensor(source=tensor.source, dtype=tensor.dtype, parts=_slices(divided.divisions[tensor.name], rank))
+
+
+@cache
+def _slices(division: Division, rank: int) -> tuple[Slice, ...]:
     dim = division.dim
-    parts = () if dim is None else tuple(Slice(dim, start, stop) for start, stop in division.ranges[rank])
-    return replace(tensor, parts=parts)
+    return () if dim is None else tuple(Slice(dim, start, stop) for start, stop in division.ranges[rank])
 
 
 def _document(divided: Partition, by_stage: Sequence[Sequence[OutputTensor]]) -> bytes:
@@ -126,11 +130,16 @@ def _document(divided: Partition, by_stage: Sequence[Sequence[OutputTensor]]) ->
     if len(by_stage) > 1:
         head |= {"schema": STAGES_SCHEMA, "pp": len(by_stage)}
     head["notes"] = [{"code": n.code, "text": n.text} for n in divided.notes]
-    entries = (
-        f"    {_json(name)}: {_json(_entry(division, wholes[name], stages[name] if len(by_stage) > 1 else None))}"
-        for name, division in divided.divisions.items()
-        if name in wholes
-    )
+    texts: dict[object, str] = {}  # few differ, and those of an expert's 256 ranks are long
+    entries = []
+    for name, division in divided.divisions.items():
+        if name not in wholes:
+            continue
+        whole, held_by = wholes[name], tuple(stages[name]) if len(by_stage) > 1 else None
+        key = (division, whole.dtype.name, whole.shape, held_by)
+        if key not in texts:
+            texts[key] = _json(_entry(division, whole, held_by))
+        entries.append(f"    {_json(name)}: {texts[key]}")
     text = "{\n" + "".join(f"  {_json(key)}: {_json(value)},\n" for key, value in head.items())
     return (text + '  "tensors": {\n' + ",\n".join(entries) + "\n  }\n}\n").encode()
 

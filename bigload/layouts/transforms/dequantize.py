@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from struct import unpack
 
-from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.conversion.arithmetic.scaled_weights import ScaledWeights
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
@@ -75,7 +76,7 @@ class Dequantize:
         tensors = found.tensors
         method = quantisation_of(checkpoint)
         problems: list[str] = []
-        made = self._scaled(found, method, problems)
+        made = self._scaled(checkpoint, tensors, method, problems)
         unpacked = [
             *unpacked_modules(tensors, _settings(checkpoint.config), problems),
             *modules_of_bitsandbytes(checkpoint, tensors, problems),
@@ -108,12 +109,16 @@ class Dequantize:
         return replace(result, checkpoint=replace(result.checkpoint, config=config))
 
     def _scaled(
-        self, found: TensorsToWrite, method: Quantisation | None, problems: list[str]
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, Operand],
+        method: Quantisation | None,
+        problems: list[str],
     ) -> dict[str, ComputedTensor]:
         """Return weights that are rows of numbers with scales, by the name of what is stored."""
-        tensors, block = found.tensors, _block_size(found.checkpoint.config)
+        block = _block_size(checkpoint.config)
         packed_bits = method.bits if method is not None and method.bits in (4, 8) else 0
-        shapes = _packed_shapes(found, packed_bits, 0 if method is None else method.group_size)
+        shapes = _packed_shapes(checkpoint.root, tensors, packed_bits, 0 if method is None else method.group_size)
         made = {}
         for name, tensor in tensors.items():
             module, _, leaf = name.rpartition(".")
@@ -194,12 +199,14 @@ def _operation(
     return ScaledWeights(stored, replace(scale, shape=shape), each, columns, bits, zero_point)
 
 
-def _packed_shapes(found: TensorsToWrite, bits: int, group_size: int) -> dict[str, tuple[int, ...]]:
+def _packed_shapes(
+    root: Path, tensors: Mapping[str, Operand], bits: int, group_size: int
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes that `weight_shape` says, by module, of matrices whose last words may not be full.
 
     Where groups of the size in the config fill all words nothing is read: a Kimi has 60,000 such matrices.
     """
-    tensors, said = found.tensors, []
+    said = []
     for name, packed in tensors.items():
         module, _, leaf = name.rpartition(".")
         if leaf != "weight_packed" or not bits or len(shape_of(packed)) != 2:
@@ -209,10 +216,7 @@ def _packed_shapes(found: TensorsToWrite, bits: int, group_size: int) -> dict[st
         is_full = num_groups * group_size * bits == shape_of(packed)[1] * 32
         if isinstance(shape, TensorInfo) and (shape.dtype.name, shape.shape) == ("I64", (2,)) and not is_full:
             said.append(shape)
-    return {
-        name.rpartition(".")[0]: unpack("<2q", text)
-        for name, text in read_small_tensors(found.checkpoint.root, said).items()
-    }
+    return {name.rpartition(".")[0]: unpack("<2q", text) for name, text in read_small_tensors(root, said).items()}
 
 
 def _columns(stored: TensorInfo, said: tuple[int, ...] | None, *, packed_bits: int) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -49,6 +51,7 @@ class SourceFiles:
         self._past_cache = SourcePool(self._open_past_cache, limit)
         self._through_cache = SourcePool(self._open, limit)
         self._recent: RecentBytes | None = None
+        self._extents: dict[str, tuple[int, list[tuple[int, int]]]] = {}
         self._lock = threading.Lock()
         self._opened = ExitStack()
         self._opened.callback(self._past_cache.close)
@@ -96,20 +99,24 @@ class SourceFiles:
             assert isinstance(reader, PositionalReader)
             yield reader.descriptor
 
-    def extents(self, span: Span) -> Iterator[tuple[int, int]]:
-        """Yield the parts of `span` that hold data; the rest are holes. Only local files have any.
+    def extents(self, span: Span) -> Sequence[tuple[int, int]]:
+        """Return the parts of `span` that hold data; the rest are holes. Only local files have any.
 
         Raises:
-            ReadError: the file cannot be opened, or has become shorter.
+            ReadError: the file cannot be opened, or is shorter.
         """
         if not self.is_local:
-            yield span.start, span.stop
-            return
-        with self.descriptor(span.file) as descriptor:
-            size = os.fstat(descriptor).st_size
-            if size < span.stop:  # SEEK_DATA reports a hole past the end of a file
-                raise ReadError(span.file, f"the file ended at byte {size}, {span.stop - size} bytes too early")
-            yield from data_extents(descriptor, span.start, span.stop)
+            return [(span.start, span.stop)]
+        if span.file not in self._extents:
+            with self.descriptor(span.file) as descriptor:
+                size = os.fstat(descriptor).st_size
+                self._extents[span.file] = size, list(data_extents(descriptor, 0, size))
+        size, found = self._extents[span.file]
+        if size < span.stop:
+            raise ReadError(span.file, f"the file ended at byte {size}, {span.stop - size} bytes too early")
+        first = bisect_right(found, span.start, key=itemgetter(1))
+        last = bisect_left(found, span.stop, lo=first, key=itemgetter(0))
+        return [(max(start, span.start), min(stop, span.stop)) for start, stop in found[first:last]]
 
     def identities(self) -> dict[str, SourceIdentity]:
         """Return the current identity of each file.

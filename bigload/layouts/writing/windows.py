@@ -149,29 +149,34 @@ def _cuts(output: OutputFile, starts: list[int]) -> list[int]:
     return sorted(edges)
 
 
-def _data_of(tensor: OutputTensor, extents: Extents) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of the written tensor that come from data."""
+def _data_of(tensor: OutputTensor, extents: Extents) -> Iterable[tuple[int, int]]:
+    """Return the bytes of the written tensor that come from data."""
     source, num_bytes = tensor.source, tensor.num_bytes
     if not num_bytes:
-        return
+        return ()
     if isinstance(source, ComputedTensor):  # zeros may become anything
-        yield 0, num_bytes
-        return
+        return ((0, num_bytes),)
     spans = tensor.spans
     found = [found for span in spans for found in extents(span)]
-    if tensor.is_cast and _NEVER_ZERO in (source.dtype.name, tensor.dtype.name):
-        found = [(span.start, span.stop) for span in spans]
-    if isinstance(source, AssembledTensor) or len(tensor.parts) > 1 or source.strides is not None:
-        # Rearranged: where there is any data, take it for everywhere.
-        if found:
-            yield 0, num_bytes
-        return
+    keeps_holes = not (tensor.is_cast and _NEVER_ZERO in (source.dtype.name, tensor.dtype.name))
+    if not found and keeps_holes:
+        return ()
+    whole = [(span.start, span.stop) for span in spans]
+    if not keeps_holes:
+        found = whole
+    if found == whole or isinstance(source, AssembledTensor) or len(tensor.parts) > 1 or source.strides is not None:
+        return ((0, num_bytes),)  # rearranged: where there is any data, take it for everywhere
+    return _written(tensor, source, found)
+
+
+def _written(tensor: OutputTensor, source: TensorInfo, found: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield where bytes of the file of `source` are in the written tensor, which has one part of it at most."""
     rows = rows_of(source, tensor.parts[0] if tensor.parts else None)
     stored, written = source.dtype.bits, tensor.dtype.bits
     for begin, end in found:
         start, stop = _touched(rows, begin, end)
         if start < stop:
-            yield start * written // stored, min(-(-stop * written // stored), num_bytes)
+            yield start * written // stored, min(-(-stop * written // stored), tensor.num_bytes)
 
 
 def _touched(rows: StridedRange, begin: int, end: int) -> tuple[int, int]:
