@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from jsonschema import Draft202012Validator
+from safetensors.torch import save_file
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.manifest import FileRecord, Manifest, ManifestSource, manifest_lines
@@ -23,6 +24,7 @@ NAMES = [
     "fetch",
     "part",
     "delta",
+    "diff",
     "reshard",
     "manifest",
     "manifest-made",
@@ -178,6 +180,24 @@ def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     described = schema(verb)
     Draft202012Validator(described).validate(document)
     Draft202012Validator(strict(described)).validate(document)
+
+
+@pytest.mark.parametrize("second", ["first", "renamed", "narrow", "bytes"])
+def test_what_is_printed_of_a_comparison_is_what_its_schema_describes(run, here, second):
+    made = {
+        "first": {"a": torch.ones(2, 3), "b": torch.full((4,), float("nan")), "c": torch.zeros(5)},
+        "renamed": {"a": torch.ones(2, 3), "z": torch.ones(1), "c": torch.ones(4)},
+        "narrow": {"a": torch.rand(2, 3).half(), "b": torch.zeros(4), "c": torch.zeros(5)},
+        "bytes": {name: torch.zeros(3, dtype=torch.uint8) for name in "abc"},
+    }
+    for name in {"first", second}:
+        save_file(made[name], here / f"{name}.safetensors")
+        assert run(f"bigload reshard {name}.safetensors {name} --layout shards -q").code == 0  # with manifests
+    done = run(f"bigload diff first {second} --json")
+    assert done.code == (0 if second == "first" else 1), done.stderr
+    document = parsed(done.stdout)
+    assert document["equal"] is (second == "first")
+    Draft202012Validator(strict(schema("diff"))).validate(document)
 
 
 @pytest.mark.parametrize("name", PARALLEL)
