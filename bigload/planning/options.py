@@ -114,16 +114,22 @@ class PlanOptions:
         return CUDA_OVERHEAD if device.kind == "cuda" else 0
 
 
-class PlanKeywords(TypedDict, total=False):
-    """`PlanOptions` in the words of the command line, for keyword arguments."""
+class RankKeywords(TypedDict, total=False):
+    """Options of plans of any kind, in the words of the command line, for keyword arguments."""
 
-    policy: str
     context: int
     batch: int
     dtype: DType | str | None
     kv_dtype: DType | str | None
     attention: Attention | str | None
     overhead: int | str | None
+    mtp: bool
+
+
+class PlanKeywords(RankKeywords, total=False):
+    """`PlanOptions` in the words of the command line, for keyword arguments."""
+
+    policy: str
     disk_bandwidth: int | str
     link_bandwidth: int | str
     balance: Balance | str
@@ -131,7 +137,6 @@ class PlanKeywords(TypedDict, total=False):
     experts: Experts | str
     prefetch: bool
     no_split: Sequence[str]
-    mtp: bool
     names: NameScheme | str
     expert_stats: ExpertStats | str | Path | None
     lora: Sequence[Adapter | str | Path]

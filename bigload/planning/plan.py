@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.model import NameRanges, TensorInfo, name_of, ranges_of, sizes_of
@@ -21,6 +22,7 @@ from bigload.planning.model.module_tree import key_above
 from bigload.planning.module_table import folded_names
 from bigload.planning.options import PlanOptions
 from bigload.planning.placement.optimality import Certificate
+from bigload.planning.workload import Workload
 from bigload.units import common_unit, counted, format_size
 
 
@@ -105,14 +107,36 @@ class ResidentExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Where every tensor of a checkpoint goes.
+class PlannedCheckpoint:
+    """What a plan, for one machine or for ranks, says of its checkpoint.
 
     Attributes:
         checkpoint_path: The checkpoint as the user named it.
         total_bytes: Bytes of all its tensors, as stored.
         shards: Its fingerprint; a plan is void for a checkpoint with another.
         options: What was asked for beside the budget.
+        left_out: Modules that no device holds, because no ordinary forward pass runs them.
+        notes: Whatever else there is to know.
+    """
+
+    checkpoint_path: str
+    total_bytes: int
+    shards: tuple[ShardFingerprint, ...]
+    options: PlanOptions
+    left_out: tuple[str, ...] = ()
+    notes: tuple[PlanNote, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What tables and messages call the checkpoint."""
+        return name_of(self.checkpoint_path) or Path(self.checkpoint_path).resolve().name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlannedCheckpoint):
+    """Where every tensor of a checkpoint goes.
+
+    Attributes:
         execution_device: Where modules on `cpu` and `disk` run, except that RAM runs its own when this is `cpu`.
         homes: Module, by its name in the checkpoint, to device: every tensor is below exactly one key, unless it is
             left out.
@@ -121,33 +145,21 @@ class Plan:
         num_device_changes: How often a forward pass moves on to another device.
         token_bytes: Weights that one token needs from RAM and from disk, for routed experts those chosen; less what
             is expected to hit `resident_experts`.
-        left_out: Modules without a device, because no ordinary forward pass runs them.
         shared: Stored tensors that take no memory, because they are copies of others.
         renamed: Names that `options.names` asks for to device, `None` where they are those of the checkpoint.
         resident_experts: Experts that stay on the execution device; `None` without recorded uses, or room for one.
         notes: Whatever else there is to know.
     """
 
-    checkpoint_path: str
-    total_bytes: int
-    shards: tuple[ShardFingerprint, ...]
-    options: PlanOptions
     execution_device: Device
     homes: Mapping[str, Device]
     devices: tuple[DeviceUse, ...]
     certificate: Certificate
     num_device_changes: int
     token_bytes: Mapping[Device, int]
-    left_out: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     renamed: Mapping[str, Device] | None = None
     resident_experts: ResidentExperts | None = None
-    notes: tuple[PlanNote, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """What tables and messages call the checkpoint."""
-        return name_of(self.checkpoint_path) or Path(self.checkpoint_path).resolve().name
 
     @property
     def policy(self) -> str:
@@ -287,10 +299,13 @@ def subject(plan: Plan) -> str:
         text = f"{format_size(plan.weights_bytes)} as {workload.load_dtype}"
     else:
         text = f"{format_size(plan.total_bytes)} as stored"
-    if workload.context:
-        batch = f"{counted(workload.batch, 'sequence')} of " if workload.batch > 1 else ""
-        text += f", {batch}{counted(workload.context, 'token')}"
-    return f"{text}, {plan.policy} policy"
+    return f"{text}{tokens(workload)}, {plan.policy} policy"
+
+
+def tokens(workload: Workload) -> str:
+    """Return how much context a plan is for, as what follows its size: `, 4 sequences of 8,192 tokens`."""
+    batch = f"{counted(workload.batch, 'sequence')} of " if workload.batch > 1 else ""
+    return f", {batch}{counted(workload.context, 'token')}" if workload.context else ""
 
 
 def device_table(plan: Plan, *, blocks: bool) -> PlainTable:
@@ -307,17 +322,29 @@ def device_table(plan: Plan, *, blocks: bool) -> PlainTable:
     for use in plan.used_devices:
         sizes = (use.budget_bytes, *(getattr(use, f"{term}_bytes") or None for term in terms), use.free_bytes)
         figures = ("-" if size is None else f"{size / factor:.{digits}f}" for size in sizes)
-        table.add(str(use.device), *figures, Styled(_bar(use, blocks=blocks), "cyan"), folded_names(use.modules))
+        table.add(str(use.device), *figures, usage_bar(use, blocks=blocks), folded_names(use.modules))
     return table
 
 
-def _bar(use: DeviceUse, *, blocks: bool) -> str:
+class MemoryUse(Protocol):
+    """Row of a plan of any kind."""
+
+    @property
+    def budget_bytes(self) -> int | None: ...
+    @property
+    def weights_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+
+
+def usage_bar(use: MemoryUse, *, blocks: bool) -> Styled:
+    """Return a bar of weights, of what else is used, and of what is free."""
     if not use.budget_bytes:
-        return ""
+        return Styled("", "cyan")
     full, half, rest = ("█", "▒", "·") if blocks else ("#", "+", ".")
     weights = use.weights_bytes / use.budget_bytes
     beside = (use.used_bytes - use.weights_bytes) / use.budget_bytes
-    return stacked_bar([(weights, full), (beside, half), (1 - weights - beside, rest)], width=16)
+    return Styled(stacked_bar([(weights, full), (beside, half), (1 - weights - beside, rest)], width=16), "cyan")
 
 
 def closing_lines(plan: Plan, times: str | None = None) -> list[str]:

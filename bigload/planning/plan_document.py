@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import TypedDict, TypeVar
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.planning.plan import PlanNote
+from bigload.planning.options import PlanOptions
+from bigload.planning.plan import PlannedCheckpoint, PlanNote
 from bigload.units import MAX_SIZE
 
 T = TypeVar("T")
 
 
-def shards_document(shards: Sequence[ShardFingerprint]) -> list[dict[str, object]]:
-    """Return fingerprints as plain JSON values."""
-    return [
-        {
-            "file": shard.file,
-            "bytes": shard.num_bytes,
-            "header_sha256": shard.header_sha256,
-            "etag": shard.etag,
-        }
-        for shard in shards
+class Subject(TypedDict):
+    """Fields of `PlannedCheckpoint` but for its options."""
+
+    checkpoint_path: str
+    total_bytes: int
+    shards: tuple[ShardFingerprint, ...]
+    left_out: tuple[str, ...]
+    notes: tuple[PlanNote, ...]
+
+
+def checkpoint_document(plan: PlannedCheckpoint) -> dict[str, object]:
+    """Return what a plan says of its checkpoint as plain JSON values."""
+    shards = [
+        {"file": shard.file, "bytes": shard.num_bytes, "header_sha256": shard.header_sha256, "etag": shard.etag}
+        for shard in plan.shards
     ]
+    return {"path": plan.checkpoint_path, "total_bytes": plan.total_bytes, "shards": shards}
 
 
-def shards_in(checkpoint: Mapping[str, object]) -> tuple[ShardFingerprint, ...]:
-    """Return the fingerprints in the `checkpoint` of a document."""
-    return tuple(
+def subject_in(document: Mapping[str, object]) -> Subject:
+    """Return what a document says of its checkpoint."""
+    checkpoint = typed(document, "checkpoint", dict)
+    shards = tuple(
         ShardFingerprint(
             file=typed(shard, "file", str),
             num_bytes=typed(shard, "bytes", int),
@@ -36,17 +44,32 @@ def shards_in(checkpoint: Mapping[str, object]) -> tuple[ShardFingerprint, ...]:
         )
         for shard in typed(checkpoint, "shards", list)
     )
+    notes = typed(document, "notes", list)
+    return {
+        "checkpoint_path": typed(checkpoint, "path", str),
+        "total_bytes": count_of(checkpoint["total_bytes"], "total_bytes"),
+        "shards": shards,
+        "left_out": names_in(document, "left_out"),
+        "notes": tuple(PlanNote(code=typed(note, "code", str), text=typed(note, "text", str)) for note in notes),
+    }
 
 
-def notes_document(notes: Sequence[PlanNote]) -> list[dict[str, str]]:
-    """Return notes as plain JSON values."""
-    return [{"code": note.code, "text": note.text} for note in notes]
+def notes_document(plan: PlannedCheckpoint) -> list[dict[str, str]]:
+    """Return the notes of a plan as plain JSON values."""
+    return [{"code": note.code, "text": note.text} for note in plan.notes]
 
 
-def notes_in(document: Mapping[str, object]) -> tuple[PlanNote, ...]:
-    """Return the notes of a document."""
-    found = typed(document, "notes", list)
-    return tuple(PlanNote(code=typed(note, "code", str), text=typed(note, "text", str)) for note in found)
+def workload_document(options: PlanOptions) -> dict[str, object]:
+    """Return the wishes that plans of both kinds answer, in the words of the command line."""
+    load, cache, attention = options.workload.load_dtype, options.workload.kv_dtype, options.workload.attention
+    return {
+        "context": options.workload.context,
+        "batch": options.workload.batch,
+        "dtype": options.quantize or (None if load is None else load.name),
+        "kv_dtype": None if cache is None else cache.name,
+        "attention": None if attention is None else str(attention),
+        "overhead": options.overhead,
+    }
 
 
 def names_in(document: Mapping[str, object], key: str) -> tuple[str, ...]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.model import Checkpoint
@@ -34,18 +34,20 @@ from bigload.planning.model.structure import read_structure
 from bigload.planning.model.ties import find_ties
 from bigload.planning.options import PlanKeywords, PlanOptions, options_of
 from bigload.planning.placement.optimality import Certificate, Verdict
-from bigload.planning.plan import TERMS, DeviceUse, Plan, ResidentExperts, recount
+from bigload.planning.plan import TERMS, DeviceUse, Plan, PlannedCheckpoint, ResidentExperts, recount
 from bigload.planning.plan_document import (
+    checkpoint_document,
     count_of,
     names_in,
     notes_document,
-    notes_in,
-    shards_document,
-    shards_in,
+    subject_in,
     typed,
+    workload_document,
 )
 from bigload.planning.resident_experts import layers_of
 from bigload.units import MIB
+
+P = TypeVar("P", bound=PlannedCheckpoint)
 
 SCHEMA = "bigload.plan/1.2"
 
@@ -66,11 +68,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
     """Return the plan as plain JSON values."""
     return {
         "schema": SCHEMA,
-        "checkpoint": {
-            "path": plan.checkpoint_path,
-            "total_bytes": plan.total_bytes,
-            "shards": shards_document(plan.shards),
-        },
+        "checkpoint": checkpoint_document(plan),
         "policy": str(plan.policy),
         "options": _options_document(plan.options),
         "execution_device": str(plan.execution_device),
@@ -95,7 +93,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
             **{name: getattr(plan.certificate, name) for name in _BOUNDS},
             "within_blocks": plan.certificate.within_blocks,
         },
-        "notes": notes_document(plan.notes),
+        "notes": notes_document(plan),
         "prediction": None,  # a file says nothing about machines: the same inputs give the same bytes on all of them
     }
 
@@ -110,14 +108,8 @@ def _resident_document(resident: ResidentExperts | None) -> dict[str, object]:
 
 def _options_document(options: PlanOptions) -> dict[str, object]:
     """Return the wishes that a plan answers, in the words of the command line."""
-    load, cache, attention = options.workload.load_dtype, options.workload.kv_dtype, options.workload.attention
     return {
-        "context": options.workload.context,
-        "batch": options.workload.batch,
-        "dtype": options.quantize or (None if load is None else load.name),
-        "kv_dtype": None if cache is None else cache.name,
-        "attention": None if attention is None else str(attention),
-        "overhead": options.overhead,
+        **workload_document(options),
         "disk_bandwidth": options.bandwidth.disk,
         "link_bandwidth": options.bandwidth.link,
         "balance": str(options.balance),
@@ -182,31 +174,40 @@ def write_plan(plan: Plan, path: str | Path) -> None:
         OutputExistsError: something that is not a plan stands there.
         WriteError: the system refused.
     """
-    target = Path(path)
-    check_replaceable(target, is_plan, reason="it is not a plan file")
-    write_whole(target, plan_to_json(plan))
+    check_replaceable(Path(path), is_plan, reason="it is not a plan file")
+    write_whole(Path(path), plan_to_json(plan))
 
 
-def is_plan(path: Path) -> bool:
+def is_plan(path: Path, schema: str = SCHEMA) -> bool:
     """Return whether `path` is a file that says it is a plan, of whatever version; devices are not read."""
     try:
         document = parse_json(read_file(path, max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS))
     except (OSError, ValueError):
         return False
-    return isinstance(document, dict) and str(document.get("schema")).startswith("bigload.plan")
+    return isinstance(document, dict) and str(document.get("schema")).startswith(schema.partition("/")[0])
 
 
 def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
     """Return the plan that `text` describes; `source` names it in errors."""
+    return parse_plan(text, SCHEMA, _plan, source=source)
+
+
+def parse_plan(text: str, schema: str, make: Callable[[dict[str, object]], P], *, source: str) -> P:
+    """Return what `make` makes of a plan's `text`.
+
+    Raises:
+        InvalidPlanError: no document of this `schema`, or `make` finds something wrong in it.
+    """
     try:
-        document = check_schema(parse_json(text), SCHEMA)
+        document = check_schema(parse_json(text), schema)
     except ValueError as error:
         refuse_plan(source, str(error))
     try:
-        return _plan(document)
+        return make(document)
+    except OptionError as error:
+        refuse_plan(source, error.message)
     except (KeyError, TypeError, ValueError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        refuse_plan(source, reason)
+        refuse_plan(source, f"no {error}" if isinstance(error, KeyError) else str(error))
 
 
 def open_planned(
@@ -256,16 +257,24 @@ def open_unchanged(
         ) from error
 
 
-def check_unchanged(shards: Sequence[ShardFingerprint], checkpoint: Checkpoint, *, source: str = "the plan") -> None:
-    """Raise unless `checkpoint` has the `shards` that a plan was made for.
+def check_subject(plan: PlannedCheckpoint, checkpoint: Checkpoint, *, source: str) -> None:
+    """Raise unless `checkpoint` is the one that a plan of any kind was made for, and what it leaves out can be.
 
     Raises:
         StalePlanError: shards changed, vanished or came; `.changes` has a line for each.
+        InvalidPlanError: the checkpoint has other bytes, or a forward pass runs what the plan leaves out.
     """
-    differences = changes(shards, fingerprint(checkpoint))
+    differences = changes(plan.shards, fingerprint(checkpoint))
     if differences:
         hint = _new_plan_hint(checkpoint.path, source)
         raise StalePlanError(source, checkpoint.path, differences, hint=hint)
+    if plan.total_bytes != checkpoint.total_bytes:
+        refuse_plan(
+            source, f"it claims {plan.total_bytes} bytes of tensors, the checkpoint has {checkpoint.total_bytes}"
+        )
+    extra = extra_layers(build_tree(checkpoint.tensors), ModelConfig(checkpoint.config)) if plan.left_out else ()
+    if wrong := [name for name in plan.left_out if name not in extra]:
+        refuse_plan(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")
 
 
 def _differences(
@@ -291,21 +300,12 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
         StalePlanError: shards changed, vanished or came; `.changes` has a line for each.
         InvalidPlanError: the device map leaves a tensor out, or holds other bytes than the plan claims.
     """
-    check_unchanged(plan.shards, checkpoint, source=source)
+    check_subject(plan, checkpoint, source=source)
     if plan.options.quantize:
         scheme = plan.options.quantize
         hint = f"write them first (bigload reshard {checkpoint.path} OUT --quantize {scheme}), then plan OUT"
         text = f"{source} is for weights in {scheme}, and those of {checkpoint.path} are not"
         raise InvalidPlanError(text, hint=hint)
-    if plan.total_bytes != checkpoint.total_bytes:
-        refuse_plan(
-            source, f"it claims {plan.total_bytes} bytes of tensors, the checkpoint has {checkpoint.total_bytes}"
-        )
-    if plan.left_out:
-        extra = extra_layers(build_tree(checkpoint.tensors), ModelConfig(checkpoint.config))
-        wrong = [name for name in plan.left_out if name not in extra]
-        if wrong:
-            refuse_plan(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")
     _check_names(plan, checkpoint, source)
     if plan.resident_experts is not None and (problem := _resident_problem(plan, plan.resident_experts, checkpoint)):
         refuse_plan(source, problem)
@@ -356,7 +356,6 @@ def _new_plan_hint(checkpoint: str, source: str) -> str:
 
 
 def _plan(document: dict[str, object]) -> Plan:
-    checkpoint = typed(document, "checkpoint", dict)
     homes = _homes(typed(document, "device_map", dict))
     owned: dict[Device, list[str]] = {}
     for module, device in homes.items():
@@ -372,10 +371,8 @@ def _plan(document: dict[str, object]) -> Plan:
     if execution == DISK or execution not in listed:
         raise ValueError(f"nothing can run on its execution device {execution}")
     return Plan(
-        checkpoint_path=typed(checkpoint, "path", str),
-        total_bytes=count_of(checkpoint["total_bytes"], "total_bytes"),
-        shards=shards_in(checkpoint),
         options=_options(document),
+        **subject_in(document),
         execution_device=execution,
         homes=homes,
         devices=tuple(uses),
@@ -384,11 +381,9 @@ def _plan(document: dict[str, object]) -> Plan:
         token_bytes={
             Device.parse(name): count_of(size, name) for name, size in typed(document, "token_bytes", dict).items()
         },
-        left_out=names_in(document, "left_out"),
         shared=names_in(document, "shared"),
         renamed=None if document["renamed_device_map"] is None else _homes(typed(document, "renamed_device_map", dict)),
         resident_experts=_resident(document, uses, execution),
-        notes=notes_in(document),
     )
 
 
@@ -428,11 +423,8 @@ def _options(document: Mapping[str, object]) -> PlanOptions:
     for key in ("overhead", "disk_bandwidth", "link_bandwidth"):
         if keywords[key] is not None:
             typed(entry, key, int)
-    try:
-        # Plans made before there was a choice of attention answer the default.
-        return options_of(policy=typed(document, "policy", str), attention=entry.get("attention"), **keywords)
-    except OptionError as error:
-        raise ValueError(error.message) from None
+    # Plans made before there was a choice of attention answer the default.
+    return options_of(policy=typed(document, "policy", str), attention=entry.get("attention"), **keywords)
 
 
 def _certificate(entry: Mapping[str, object]) -> Certificate:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.checkpoint.model import name_of
-from bigload.plain_text import PlainTable, Styled, printable, stacked_bar
+from bigload.plain_text import PlainTable, printable
 from bigload.planning.model_parallel.rank_grid import Communication, Links, RankGrid
 from bigload.planning.module_table import folded_names, ranges
-from bigload.planning.options import PlanOptions
-from bigload.planning.plan import SHORTEST_SECONDS, PlanNote, duration
+from bigload.planning.plan import SHORTEST_SECONDS, PlannedCheckpoint, duration, tokens, usage_bar
 from bigload.planning.workload import PREFILL_CHUNK
 from bigload.units import common_unit, counted, format_size
 
@@ -62,14 +58,10 @@ class RankUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelPlan:
+class ParallelPlan(PlannedCheckpoint):
     """Where every tensor of a checkpoint goes when ranks divide it.
 
     Attributes:
-        checkpoint_path: The checkpoint as the user named it.
-        total_bytes: Bytes of all its tensors, as stored.
-        shards: Its fingerprint; a plan is void for a checkpoint with another.
-        options: The workload, and what else was asked for.
         grid: Ranks, stages and hosts.
         links: What communication is estimated with.
         tp_rules: Styles by pattern that go before those of the family.
@@ -77,27 +69,14 @@ class ParallelPlan:
             A module whose weights are used in several stages is named in each.
         ranks: A row for each rank.
         communication: What ranks send one another in a forward pass.
-        left_out: Modules that no rank holds, because no ordinary forward pass runs them.
-        notes: Whatever else there is to know.
     """
 
-    checkpoint_path: str
-    total_bytes: int
-    shards: tuple[ShardFingerprint, ...]
-    options: PlanOptions
     grid: RankGrid
     links: Links
     tp_rules: Mapping[str, str]
     stages: tuple[tuple[str, ...], ...]
     ranks: tuple[RankUse, ...]
     communication: Communication
-    left_out: tuple[str, ...] = ()
-    notes: tuple[PlanNote, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """What tables and messages call the checkpoint."""
-        return name_of(self.checkpoint_path) or Path(self.checkpoint_path).resolve().name
 
     @property
     def gpu_bytes(self) -> int:
@@ -127,15 +106,12 @@ def headline(plan: ParallelPlan) -> str:
     text = f"{format_size(plan.total_bytes)} as stored"
     if workload.load_dtype is not None:
         text += f", loaded as {workload.load_dtype}"
-    if workload.context:
-        batch = f"{counted(workload.batch, 'sequence')} of " if workload.batch > 1 else ""
-        text += f", {batch}{counted(workload.context, 'token')}"
     unit, _ = common_unit([plan.gpu_bytes])
     gpus = f"{plan.grid.gpus_per_host} x {format_size(plan.gpu_bytes)}"
     where = gpus if plan.grid.hosts == 1 else f"{plan.grid.hosts} hosts of {gpus}"
     return (
         f"{printable(plan.name)} fits {where}: TP {plan.grid.tp} x PP {plan.grid.pp}\n"
-        f"{text}; figures of one GPU, in {unit}"
+        f"{text}{tokens(workload)}; figures of one GPU, in {unit}"
     )
 
 
@@ -160,16 +136,10 @@ def stage_table(plan: ParallelPlan, *, blocks: bool) -> PlainTable:
             ranges(plan.grid.hosts_of(stage)),
             ranges(plan.grid.ranks_of(stage)),
             *(f"{size / factor:.{digits}f}" for size in sizes),
-            Styled(_bar(use, blocks=blocks), "cyan"),
+            usage_bar(use, blocks=blocks),
             folded_names(modules),
         )
     return table
-
-
-def _bar(use: RankUse, *, blocks: bool) -> str:
-    full, half, rest = ("█", "▒", "·") if blocks else ("#", "+", ".")
-    weights, beside = use.weights_bytes / use.budget_bytes, (use.used_bytes - use.weights_bytes) / use.budget_bytes
-    return stacked_bar([(weights, full), (beside, half), (1 - weights - beside, rest)], width=16)
 
 
 def closing_lines(plan: ParallelPlan) -> list[str]:

@@ -10,54 +10,37 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.documents import PATH_ERRORS, check_replaceable, check_schema, parse_json, read_file, write_whole
-from bigload.errors import OptionError
-from bigload.planning.model.config import ModelConfig
-from bigload.planning.model.module_tree import build_tree
-from bigload.planning.model.mtp_layers import extra_layers
+from bigload.documents import check_replaceable, write_whole
 from bigload.planning.model_parallel.divided_model import DividedModel
 from bigload.planning.model_parallel.parallel_plan import TERMS, ParallelPlan, RankUse
 from bigload.planning.model_parallel.rank_grid import Communication, Links, RankGrid
-from bigload.planning.options import PlanOptions, options_of
+from bigload.planning.options import PlanOptions, RankKeywords, options_of
 from bigload.planning.plan_document import (
+    checkpoint_document,
     count_of,
     names_in,
     notes_document,
-    notes_in,
-    shards_document,
-    shards_in,
+    subject_in,
     typed,
+    workload_document,
 )
-from bigload.planning.plan_file import MAX_PLAN_BYTES, check_unchanged, open_unchanged, plan_text, refuse_plan
+from bigload.planning.plan_file import check_subject, is_plan, open_unchanged, parse_plan, plan_text, refuse_plan
 
 SCHEMA = "bigload.parallel-plan/1.0"
 
-_WORKLOAD = ("context", "batch", "dtype", "kv_dtype", "attention", "overhead", "mtp")
 _COUNTS = ("num_sums", "num_host_sums", "num_sends", "num_host_sends", "message_bytes", "logits_bytes")
 
 
 def parallel_plan_document(plan: ParallelPlan) -> dict[str, object]:
     """Return the plan as plain JSON values."""
-    workload, sent = plan.options.workload, plan.communication
+    sent = plan.communication
     return {
         "schema": SCHEMA,
-        "checkpoint": {
-            "path": plan.checkpoint_path,
-            "total_bytes": plan.total_bytes,
-            "shards": shards_document(plan.shards),
-        },
+        "checkpoint": checkpoint_document(plan),
         "tp": plan.grid.tp,
         "pp": plan.grid.pp,
         "hosts": plan.grid.hosts,
-        "options": {
-            "context": workload.context,
-            "batch": workload.batch,
-            "dtype": None if workload.load_dtype is None else workload.load_dtype.name,
-            "kv_dtype": None if workload.kv_dtype is None else workload.kv_dtype.name,
-            "attention": None if workload.attention is None else str(workload.attention),
-            "overhead": plan.options.overhead,
-            "mtp": plan.options.keep_extra_layers,
-        },
+        "options": {**workload_document(plan.options), "mtp": plan.options.keep_extra_layers},
         "tp_rules": dict(plan.tp_rules),
         "links": {"gpu_bandwidth": plan.links.gpu, "host_bandwidth": plan.links.host},
         "stages": [{"modules": list(modules)} for modules in plan.stages],
@@ -79,7 +62,7 @@ def parallel_plan_document(plan: ParallelPlan) -> dict[str, object]:
             "logits_cross_hosts": sent.logits_cross_hosts,
             "token_seconds": plan.token_seconds(),
         },
-        "notes": notes_document(plan.notes),
+        "notes": notes_document(plan),
     }
 
 
@@ -95,18 +78,13 @@ def write_parallel_plan(plan: ParallelPlan, path: str | Path) -> None:
         OutputExistsError: something that is no such plan stands there.
         WriteError: the system refused.
     """
-    target = Path(path)
-    check_replaceable(target, is_parallel_plan, reason="it is not a plan file for ranks")
-    write_whole(target, parallel_plan_to_json(plan))
+    check_replaceable(Path(path), is_parallel_plan, reason="it is not a plan file for ranks")
+    write_whole(Path(path), parallel_plan_to_json(plan))
 
 
 def is_parallel_plan(path: str | Path) -> bool:
     """Return whether `path` is a file that says it is a parallel plan, of whatever version."""
-    try:
-        document = parse_json(read_file(Path(path), max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS))
-    except (OSError, ValueError):
-        return False
-    return isinstance(document, dict) and str(document.get("schema")).startswith(SCHEMA.partition("/")[0])
+    return is_plan(Path(path), SCHEMA)
 
 
 def read_parallel_plan(path: str | Path) -> ParallelPlan:
@@ -125,16 +103,7 @@ def parallel_plan_from_json(text: str, *, source: str = "the plan") -> ParallelP
     Raises:
         InvalidPlanError: see `read_parallel_plan`.
     """
-    try:
-        document = check_schema(parse_json(text), SCHEMA)
-    except ValueError as error:
-        refuse_plan(source, str(error))
-    try:
-        return _plan(document)
-    except OptionError as error:
-        refuse_plan(source, error.message)
-    except (KeyError, TypeError, ValueError) as error:
-        refuse_plan(source, f"no {error}" if isinstance(error, KeyError) else str(error))
+    return parse_plan(text, SCHEMA, _plan, source=source)
 
 
 def open_parallel_planned(
@@ -160,12 +129,7 @@ def check_parallel_plan(plan: ParallelPlan, checkpoint: Checkpoint, *, source: s
         InvalidPlanError: a tensor is on no rank, or ranks hold other bytes than the plan claims.
         PartitionError: the rules of the plan do not divide the checkpoint.
     """
-    check_unchanged(plan.shards, checkpoint, source=source)
-    if plan.total_bytes != checkpoint.total_bytes:
-        refuse_plan(source, f"it claims {plan.total_bytes} bytes, the checkpoint has {checkpoint.total_bytes}")
-    extra = extra_layers(build_tree(checkpoint.tensors), ModelConfig(checkpoint.config)) if plan.left_out else ()
-    if wrong := [name for name in plan.left_out if name not in extra]:
-        refuse_plan(source, f"it leaves out {', '.join(wrong)}, which a forward pass runs")
+    check_subject(plan, checkpoint, source=source)
     model = DividedModel.of(checkpoint, plan.grid.tp, plan.options, plan.tp_rules)
     missing = model.not_below({name for modules in (*plan.stages, plan.left_out) for name in modules})
     if missing is not None:
@@ -178,7 +142,6 @@ def check_parallel_plan(plan: ParallelPlan, checkpoint: Checkpoint, *, source: s
 
 
 def _plan(document: Mapping[str, object]) -> ParallelPlan:
-    checkpoint = typed(document, "checkpoint", dict)
     grid = RankGrid(tp=typed(document, "tp", int), pp=typed(document, "pp", int), hosts=typed(document, "hosts", int))
     stages = tuple(names_in(stage, "modules") for stage in typed(document, "stages", list))
     rows = typed(document, "ranks", list)
@@ -192,9 +155,7 @@ def _plan(document: Mapping[str, object]) -> ParallelPlan:
         raise TypeError('"tp_rules" has a style that is no text')
     links, sent = typed(document, "links", dict), typed(document, "communication", dict)
     return ParallelPlan(
-        checkpoint_path=typed(checkpoint, "path", str),
-        total_bytes=count_of(checkpoint["total_bytes"], "total_bytes"),
-        shards=shards_in(checkpoint),
+        **subject_in(document),
         options=_options(typed(document, "options", dict)),
         grid=grid,
         links=Links(gpu=typed(links, "gpu_bandwidth", int), host=typed(links, "host_bandwidth", int)),
@@ -206,15 +167,13 @@ def _plan(document: Mapping[str, object]) -> ParallelPlan:
             logits_cross_hosts=bool(sent["logits_cross_hosts"]),
             **{name: count_of(sent[name], name) for name in _COUNTS},
         ),
-        left_out=names_in(document, "left_out"),
-        notes=notes_in(document),
     )
 
 
 def _options(entry: Mapping[str, object]) -> PlanOptions:
     if entry["overhead"] is not None:
         typed(entry, "overhead", int)
-    return options_of(**{key: entry[key] for key in _WORKLOAD})  # type: ignore[arg-type]
+    return options_of(**{key: entry[key] for key in RankKeywords.__annotations__})  # type: ignore[arg-type]
 
 
 def _rank_use(entry: Mapping[str, object], rank: int, grid: RankGrid) -> RankUse:

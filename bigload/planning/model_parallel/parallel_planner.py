@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.quantisation import quantisation_of
 from bigload.checkpoint.source import open_checkpoint
-from bigload.dtypes import DType
 from bigload.errors import DoesNotFitError, OptionError
 from bigload.planning.advice import rounded, written
-from bigload.planning.choices import Attention, Policy
+from bigload.planning.choices import Policy
 from bigload.planning.model_parallel.divided_model import DividedModel
 from bigload.planning.model_parallel.parallel_plan import ParallelPlan, RankUse
 from bigload.planning.model_parallel.rank_grid import GPU_BANDWIDTH, HOST_BANDWIDTH, Links, RankGrid
-from bigload.planning.options import CUDA_OVERHEAD, PlanOptions, options_of
+from bigload.planning.options import CUDA_OVERHEAD, PlanOptions, RankKeywords, options_of
 from bigload.planning.plan import PlanNote
 from bigload.planning.workload import Workload
 from bigload.units import counted, format_size, parse_size
@@ -59,18 +58,6 @@ class ParallelRequest:
     def overhead_bytes(self) -> int:
         """Of each GPU."""
         return CUDA_OVERHEAD if self.options.overhead is None else self.options.overhead
-
-
-class RankKeywords(TypedDict, total=False):
-    """Options of a plan for ranks, in the words of the command line."""
-
-    context: int
-    batch: int
-    dtype: DType | str | None
-    kv_dtype: DType | str | None
-    attention: Attention | str | None
-    overhead: int | str | None
-    mtp: bool
 
 
 def plan_ranks(
