@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from bigload.checkpoint.formats.registry import LIBRARY_BASES, SAFETENSORS
 from bigload.checkpoint.index import encode_index
-from bigload.checkpoint.model import AssembledTensor, Checkpoint
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, StoredTensors
 from bigload.conversion.computed_tensor import ComputedTensor
 from bigload.layouts.options import DEFAULTS, ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
@@ -42,7 +42,7 @@ class LayoutRequest:
 
     def in_execution_order(self) -> list[OutputTensor]:
         """Return all tensors whole, in the dtype to write, in the order in which a forward pass needs them."""
-        tensors = build_tree(self.checkpoint.tensors).all_tensors()
+        tensors = build_tree(StoredTensors.of_all([self.checkpoint.tensors])).all_tensors()  # its tables go with it
         return [
             OutputTensor(source=self.sources.get(tensor.name, tensor), dtype=self.options.dtypes(tensor))
             for tensor in tensors

@@ -218,6 +218,13 @@ class _StoredModule(ModuleNode):
             self._tree.forms[start:stop]
         )
 
+    def all_tensors(self) -> Iterator[TensorInfo]:
+        """Yield the tensors of the subtree, in execution order, and keep no module that was not looked at before."""
+        tensors, children = self._parts or self._look_up()
+        yield from tensors
+        for child in children.values():
+            yield from child.all_tensors()
+
     def _found(self) -> Parts:
         if self._parts is None:
             self._parts = self._look_up()
