@@ -12,7 +12,8 @@ import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 
-from bigload.checkpoint.formats.gguf_model import FAMILIES, gguf_name
+from bigload.checkpoint.formats.gguf_families import FAMILIES
+from bigload.checkpoint.formats.gguf_model import gguf_names
 from bigload.checkpoint.model import Checkpoint
 from bigload.devices import Device
 from bigload.errors import OptionError
@@ -53,18 +54,18 @@ def llama_cpp_arguments(plan: Plan, checkpoint: Checkpoint) -> str:
 def _placed(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Device]:
     """Return the device of each tensor by its name in GGUF."""
     kind = (checkpoint.config or {}).get("model_type")
-    family = next((each for each in FAMILIES.values() if each.model_type == kind), None)
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        known = ", ".join(dict.fromkeys(each.model_type for each in FAMILIES.values()))
+        known = ", ".join(FAMILIES)
         raise OptionError.of("emit", "llama.cpp", f"a model whose names it has ({known}), not {kind!r:.100}")
     found: dict[str, Device] = {}
     for name in checkpoint.tensors:
-        known_as = gguf_name(family, name)
-        if known_as is None or plan.leaves_out(name):
+        if plan.leaves_out(name):
             continue
         device = plan.device_of(name)
-        if known_as not in found or not device.is_accelerator:
-            found[known_as] = device
+        for known_as in gguf_names(family, name):
+            if known_as not in found or not device.is_accelerator:
+                found[known_as] = device
     return found
 
 

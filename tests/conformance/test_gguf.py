@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import bigload
-import llama_cpp_server
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.conversion.arithmetic.ggml_blocks import DECODERS, GgmlValues
 from bigload.dtypes import STORED_DTYPES
@@ -230,13 +229,14 @@ def test_a_file_is_the_one_that_the_package_writes(tmp_path, case, kind):
 def test_factors_of_frequencies_are_those_of_transformers():
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    from bigload.checkpoint.formats.gguf_families import FAMILIES
     from bigload.layouts.kinds.gguf_file import rope_factors
 
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, **scaling}
     config = transformers.LlamaConfig(**{**SIZES, "head_dim": 64}, rope_parameters=rope)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    factors = torch.tensor(rope_factors(config.to_dict()), dtype=torch.float64)
+    factors = torch.tensor(rope_factors(config.to_dict(), FAMILIES["llama"]), dtype=torch.float64)
     plain = 500000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     assert len(set(factors.tolist())) > 3
     assert torch.allclose(plain / factors, expected.double(), rtol=1e-6)
@@ -253,31 +253,3 @@ def test_layers_with_a_window_keep_their_rotary_embedding(tmp_path):
     bigload.reshard(tmp_path / "gguf" / "model.gguf", tmp_path / "back", dtype="fp32")
     found = transformers.AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
     assert {kind: found[kind]["rope_theta"] for kind in bases} == bases
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case != "gpt-oss"])  # which is not written
-def test_llama_cpp_answers_as_transformers(tmp_path, case):
-    tokenizers = pytest.importorskip("tokenizers")
-    model_class, config_class, architecture, options, _ = CASES[case]
-    torch.manual_seed(0)
-    sizes = {**SIZES, "hidden_size": 128}
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes, **options))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data = torch.rand_like(parameter) - (0.5 if architecture.startswith("gemma") else -0.5)
-        elif parameter.dim() > 1:
-            parameter.data *= 3  # so that answers differ from token to token
-    model.save_pretrained(tmp_path / "in")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
-    made.train_from_iterator(["The quick brown fox jumps over the lazy dog. "] * 9, trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "in")
-    bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf", dtype="fp32")
-    text = "The quick brown fox"
-    (found,), answer = llama_cpp_server.ask(tmp_path / "out" / "model.gguf", [text], num_tokens=16)
-    assert found == made.encode(text).ids
-    whole = model.generate(torch.tensor([found]), max_new_tokens=16, do_sample=False, eos_token_id=None)[0].tolist()
-    assert answer == made.decode(whole[len(found) :])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bigload.conversion.computed_tensor import Operand, OperandRows, num_rows
+from bigload.conversion.computed_tensor import Operand, OperandRows, num_rows, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -68,12 +68,13 @@ class GgmlValues:
 
 @dataclass(frozen=True)
 class TransposedExperts:
-    """Experts [experts, inputs, outputs] of stored ones [experts, outputs, inputs], decoded.
+    """Experts [experts, inputs, outputs] of stored ones [experts, outputs, inputs], decoded; or a single matrix.
 
-    The outputs of several tensors take turns, as those of gate and up in gpt-oss.
+    The outputs of several tensors follow each other, or take turns, as those of gate and up in gpt-oss.
     """
 
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[Operand, ...]
+    is_interleaved: bool = False
 
     @property
     def row_multiple(self) -> int:
@@ -87,7 +88,7 @@ class TransposedExperts:
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
         """Return all of the experts that the rows are of: a row lies across them."""
-        _, outputs, inputs = self.tensors[0].shape
+        *_, outputs, inputs = shape_of(self.tensors[0])
         return [
             OperandRows(each, expert * outputs, (expert + 1) * outputs, is_recent=True)
             for expert in range(start // inputs, -(-stop // inputs))
@@ -98,12 +99,13 @@ class TransposedExperts:
         """Return their values."""
         import torch
 
-        inputs, count = self.tensors[0].shape[2], len(self.tensors)
+        inputs, count = shape_of(self.tensors[0])[-1], len(self.tensors)
         base, parts = start // inputs * inputs, []
         for number in range(0, len(operands), count):
             first, last = max(start - base, 0), min(stop - base, inputs)
             columns = [self._columns(each, first, last) for each in operands[number : number + count]]
-            parts.append(torch.stack(columns, dim=1).flatten(0, 1).t())
+            joined = torch.stack(columns, dim=1).flatten(0, 1) if self.is_interleaved else torch.cat(columns)
+            parts.append(joined.t())
             base += inputs
         return torch.cat(parts)
 

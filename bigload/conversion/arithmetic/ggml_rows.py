@@ -90,6 +90,74 @@ class ConstantRow:
         return torch.tensor([self.values], dtype=torch.float32)
 
 
+@dataclass(frozen=True)
+class ReorderedRows:
+    """Blocks of `size` rows of all `tensors`, numbered through, in another order; of vectors, blocks of elements."""
+
+    tensors: tuple[Operand, ...]
+    size: int
+    order: tuple[int, ...]
+
+    @property
+    def row_multiple(self) -> int:
+        """The rows of a block."""
+        return 1 if self._is_vector else self.size
+
+    @property
+    def _is_vector(self) -> bool:
+        return len(shape_of(self.tensors[0])) == 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensors."""
+        return self.tensors
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return the rows of each block, those of neighbours together."""
+        if self._is_vector:
+            return [OperandRows.all_of(each) for each in self.tensors]
+        counts = [num_rows(each) // self.size for each in self.tensors]
+        found = list[OperandRows]()
+        for block in self.order[start // self.size : -(-stop // self.size)]:
+            number = next(each for each in range(len(counts)) if block < sum(counts[: each + 1]))
+            first = (block - sum(counts[:number])) * self.size
+            rows = OperandRows(self.tensors[number], first, first + self.size)
+            if found and found[-1].tensor is rows.tensor and found[-1].stop == rows.start:
+                rows = found.pop()._replace(stop=rows.stop)
+            found.append(rows)
+        return found
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+        """Return the rows."""
+        import torch
+
+        joined = torch.cat(list(operands), dim=1 if self._is_vector else 0)
+        return joined.view(-1, self.size)[list(self.order)].view(1, -1) if self._is_vector else joined
+
+
+@dataclass(frozen=True)
+class NegatedExponential:
+    """`-exp(x)` of every value, as llama.cpp has the decay of Mamba; or its inverse."""
+
+    tensor: Operand
+    is_inverse: bool = False
+    row_multiple: int = 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensor."""
+        return (self.tensor,)
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return the same rows."""
+        return (OperandRows(self.tensor, start, stop),)
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+        """Return their values in float32."""
+        values = operands[0].float()
+        return values.neg().log() if self.is_inverse else values.exp().neg()
+
+
 def q8_0(values: torch.Tensor) -> torch.Tensor:
     """Return blocks of Q8_0 as bytes, [rows, columns / 32 * 34], of float32 values of shape [rows, columns]."""
     import torch

@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from bigload.checkpoint.formats.gguf import stored_keys
-from bigload.checkpoint.formats.gguf_model import FAMILIES, Family, gguf_name
+from bigload.checkpoint.formats.gguf_families import FAMILIES, HEADS, Family, GgufRule
+from bigload.checkpoint.formats.gguf_model import gguf_names, rule_of
 from bigload.checkpoint.formats.gguf_tokenizer import UnknownTokenizerError, tokenizer_metadata
 from bigload.checkpoint.formats.gguf_writing import MetadataValue, encode_header, padding
 from bigload.checkpoint.formats.registry import GGUF, read_shard_header
@@ -28,6 +29,7 @@ from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.conversion.arithmetic.ggml_blocks import GgmlValues
 from bigload.conversion.arithmetic.ggml_rows import ConstantRow, GgmlRows
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
+from bigload.conversion.gguf_rules import to_gguf
 from bigload.dtypes import DTYPES, STORED_DTYPES, DType
 from bigload.errors import OptionError
 from bigload.layouts.layout import LayoutRequest, OutputLayout
@@ -39,6 +41,9 @@ from bigload.units import counted
 FILE = "model.gguf"
 _F32, _F16, _Q8_0 = DTYPES["F32"], DTYPES["F16"], STORED_DTYPES["Q8_0"]
 _ALWAYS_F32 = (".ffn_gate_inp.", "_norm.", "position_embd.", "token_types.", ".ssm_conv1d.", ".shortconv.conv.")
+_FLOATS = ("_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping", "_scale", ".scale")
+_FLAGS = ("use_parallel_residual", "expert_weights_norm")
+_LEFT_OUT = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 """`general.file_type`: llama.cpp's number of what most weights are."""
 
@@ -53,18 +58,18 @@ def lay_out(request: LayoutRequest) -> Output:
     if checkpoint.format == GGUF.name:
         return _rewritten(request)
     config = checkpoint.config or {}
-    architecture, family = _family(checkpoint)
-    _check_computation(config)
-    heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
+    family = _family(checkpoint)
+    _check_computation(config, family)
     made: dict[str, tuple[OutputTensor, DType, tuple[int, ...]]] = {}
-    for name, tensors in _by_gguf_name(request, family).items():
+    for name, (rule, tensors) in _by_gguf_name(request, family).items():
         first = tensors[0]
-        shape = (len(tensors), *shape_of(first)) if "_exps." in name else shape_of(first)
+        shape = (
+            shape_of(first) if "_exps." not in name or len(shape_of(first)) > 2 else (len(tensors), *shape_of(first))
+        )
         if "ffn_gate_inp_shexp" in name and len(shape) == 2:
             shape = shape[1:]  # a vector in llama.cpp
         dtype = _dtype(name, first.dtype, shape, request.options.dtypes.dtype)
-        module = first.name.split(".")[-2]
-        count = heads.get(module) if family.turns_heads else None
+        count = config.get(HEADS[rule]) if rule is not None and rule in HEADS else None
         is_rotated = isinstance(count, int) and count > 0 and shape[0] % (2 * count) == 0
         operation = GgmlRows(
             tuple(tensors),
@@ -73,11 +78,11 @@ def lay_out(request: LayoutRequest) -> Output:
             is_q8_0=dtype == _Q8_0,
         )
         made[name] = _written(name, operation, dtype, shape), dtype, shape
-    factors = rope_factors(config)
+    factors = rope_factors(config, family)
     if factors:
         row = ComputedTensor("rope_freqs.weight", _F32, (len(factors),), ConstantRow(factors))
         made[row.name] = OutputTensor(source=row, dtype=_F32), _F32, row.shape
-    metadata = _metadata(checkpoint, architecture, family, [dtype for _, dtype, _ in made.values()])
+    metadata = _metadata(checkpoint, family, [dtype for _, dtype, _ in made.values()])
     embedding = made.get("token_embd.weight")
     tokenizer, note = _tokenizer(checkpoint, embedding[2][0] if embedding else 0)
     return _one_file({**metadata, **tokenizer}, made, note)
@@ -147,48 +152,66 @@ def _refusal(expected: str, *, hint: str | None = None) -> OptionError:
     return OptionError.of("layout", "gguf", expected, hint=hint)
 
 
-def _family(checkpoint: Checkpoint) -> tuple[str, Family]:
+def _family(checkpoint: Checkpoint) -> Family:
     config = checkpoint.config or {}
-    found = config.get("model_type")
-    written = {name: family for name, family in FAMILIES.items() if not family.fuses_experts}
-    for architecture, family in written.items():
-        if family.model_type == found:
-            if config.get("quantization_config"):
-                raise _refusal("a model that is not quantised", hint="reshard the original weights")
-            return ("llama" if family.turns_heads else architecture), family
-    known = ", ".join(family.model_type for family in written.values())
-    raise _refusal(f"a model of one of the types {known}; this one is {found!r:.100}")
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or not family.is_written:
+        known = ", ".join(sorted(family.model_type for family in FAMILIES.values() if family.is_written))
+        hint = "convert_hf_to_gguf.py of llama.cpp knows more"
+        raise _refusal(f"a model of one of the types {known}; this one is {model_type!r:.100}", hint=hint)
+    if config.get("quantization_config"):
+        raise _refusal("a model that is not quantised", hint="reshard the original weights, or add --dequantize")
+    return family
 
 
-def _check_computation(config: Mapping[str, object]) -> None:
+def _check_computation(config: Mapping[str, object], family: Family) -> None:
     """Refuse a model that llama.cpp would compute otherwise, because GGUF has no key for what its config says."""
-    model_type, found = config.get("model_type"), config.get("norm_topk_prob")
-    for known, is_normalised in (("qwen2_moe", False), ("qwen3_moe", True)):
-        if model_type == known and isinstance(found, bool) and found is not is_normalised:
-            raise _refusal(f"a {known} whose norm_topk_prob is {is_normalised}, as llama.cpp computes; it is {found}")
+    model_type = family.model_type
+    for key, expected in family.builtin.items():
+        found = config.get(key, expected)
+        if found != expected:
+            raise _refusal(f"a {model_type} whose {key} is {expected!r}, as llama.cpp computes; it is {found!r:.100}")
+    for key in ("hidden_activation", "hidden_act", "activation_function"):
+        found = config.get(key)
+        if isinstance(found, str) and found not in family.activations:
+            known = " or ".join(family.activations)
+            raise _refusal(f"a {model_type} whose {key} is {known}, as llama.cpp computes; it is {found!r:.100}")
+    kinds = config.get("layer_types")
+    if family.window_every and isinstance(kinds, list) and "sliding_attention" in kinds:
+        for number, kind in enumerate(kinds):
+            if (kind == "sliding_attention") != (number % family.window_every < family.window_every - 1):
+                expected = f"layers with a window but every {family.window_every}th, as llama.cpp computes"
+                raise _refusal(f"a {model_type} of {expected}; layer {number} is {kind!r:.100}")
     scale = config.get("query_pre_attn_scalar")
     if model_type in ("gemma2", "gemma3_text") and isinstance(scale, int | float):
         is_27b = config.get("num_hidden_layers") in (46, 62)  # which llama.cpp knows by this
-        expected = _head_dim({**config, "head_dim": None} if is_27b else config)
-        if scale != expected:
-            text = f"a {model_type} whose query_pre_attn_scalar is {expected}, as llama.cpp computes; it is {scale:g}"
+        size = _head_dim({**config, "head_dim": None} if is_27b else config, family)
+        if scale != size:
+            text = f"a {model_type} whose query_pre_attn_scalar is {size}, as llama.cpp computes; it is {scale:g}"
             raise _refusal(text)
 
 
-def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, list[Operand]]:
+def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, tuple[GgufRule | None, list[Operand]]]:
     """Return what each tensor of the file is made of: one tensor, or those of its experts in order."""
-    is_tied = (request.checkpoint.config or {}).get("tie_word_embeddings") is True
+    config = request.checkpoint.config or {}
+    is_tied = config.get("tie_word_embeddings", family.is_tied) is True
     found: dict[str, dict[int, Operand]] = {}
+    rules: dict[str, GgufRule | None] = {}
     nameless: list[str] = []
     for tensor in request.in_execution_order():
-        if tensor.name.endswith("rotary_emb.inv_freq") or (is_tied and tensor.name == "lm_head.weight"):
-            continue  # llama.cpp computes the first, and ties the second
-        name = gguf_name(family, tensor.name)
-        if name is None:
+        if tensor.name.endswith(_LEFT_OUT) or (is_tied and tensor.name == f"{family.root['output']}.weight"):
+            continue  # llama.cpp computes these, and ties the output
+        names, rule = gguf_names(family, tensor.name), rule_of(family, tensor.name)
+        parts = to_gguf(rule, tensor.source, config) if rule is not None and len(names) else (tensor.source,)
+        if len(parts) != len(names):
             nameless.append(tensor.name)
             continue
         numbers = [int(part) for part in tensor.name.split(".") if part.isdecimal()]
-        found.setdefault(name, {})[numbers[-1] if "_exps." in name else 0] = tensor.source
+        for name, part in zip(names, parts, strict=True):
+            rules[name] = rule
+            is_expert = "_exps." in name and len(shape_of(part)) < 3
+            found.setdefault(name, {})[numbers[-1] if is_expert else 0] = part
     if nameless:
         more = f" and {len(nameless) - 1} more" if len(nameless) > 1 else ""
         raise _refusal(
@@ -198,13 +221,13 @@ def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, list[Oper
     for name, tensors in found.items():
         if sorted(tensors) != list(range(len(tensors))) or len({shape_of(each) for each in tensors.values()}) > 1:
             raise _refusal(f"experts 0 to {max(tensors)} of one shape for {name}; some are missing or differ")
-    return {name: [tensors[number] for number in sorted(tensors)] for name, tensors in found.items()}
+    return {name: (rules[name], [tensors[number] for number in sorted(tensors)]) for name, tensors in found.items()}
 
 
 def _dtype(name: str, stored: DType, shape: tuple[int, ...], asked: DType | None) -> DType:
     if stored.name not in ("F64", *_FILE_TYPES):
         raise _refusal(f"weights in float16, bfloat16 or float32; {name} is {stored}")
-    if len(shape) == 1 or any(each in name for each in _ALWAYS_F32):
+    if len(shape) == 1 or not name.endswith(".weight") or any(each in name for each in _ALWAYS_F32):
         return _F32
     dtype = asked or (_F32 if stored.name == "F64" else stored)
     if dtype.name not in _FILE_TYPES:
@@ -225,10 +248,8 @@ def _written(name: str, operation: GgmlRows, dtype: DType, shape: tuple[int, ...
     return OutputTensor(source=ComputedTensor(name, first.dtype, shape, operation), dtype=dtype)
 
 
-def _metadata(
-    checkpoint: Checkpoint, architecture: str, family: Family, dtypes: list[DType]
-) -> dict[str, MetadataValue]:
-    config = checkpoint.config or {}
+def _metadata(checkpoint: Checkpoint, family: Family, dtypes: list[DType]) -> dict[str, MetadataValue]:
+    config, architecture = checkpoint.config or {}, family.architecture
     name = checkpoint.name
     if family.model_type == "mistral" and "mistral" not in name.lower():
         name = f"Mistral {name}"  # the name tells readers Mistral from Llama
@@ -249,14 +270,19 @@ def _metadata(
     }
     if config.get("use_sliding_window") is False:
         values.pop("sliding_window", None)
-    floats = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping")
     for key, known in family.keys.items():
         value = values.get(known)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[f"{architecture}.{key}"] = float(value) if key.endswith(floats) else int(value)
-    head_dim = _head_dim(config)
-    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        if isinstance(value, bool) and key in _FLAGS:
+            found[f"{architecture}.{key}"] = value
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"{architecture}.{key}"] = float(value) if key.endswith(_FLOATS) else int(value)
+    head_dim = _head_dim(config, family)
+    for key in ("attention.key_length", "attention.value_length"):
         found[f"{architecture}.{key}"] = head_dim
+    share = _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    share = share if isinstance(share, int | float) and 0 < share <= 1 else 1
+    found[f"{architecture}.rope.dimension_count"] = int(head_dim * share)
+    found |= {f"{architecture}.{key}": value for key, value in family.fixed.items()}
     scaling = _rope(config)
     if scaling.get("rope_type", scaling.get("type")) == "linear":
         found[f"{architecture}.rope.scaling.type"] = "linear"
@@ -274,12 +300,13 @@ def _file_type(dtypes: list[DType]) -> int:
     return _FILE_TYPES[max(set(matrices), key=matrices.count)]
 
 
-def _head_dim(config: Mapping[str, object]) -> int:
-    head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+def _head_dim(config: Mapping[str, object], family: Family) -> int:
+    names = [family.keys["embedding_length"], family.keys["attention.head_count"]]
+    head_dim, hidden, heads = (config.get(key) for key in ("head_dim", *names))
     if isinstance(head_dim, int) and head_dim > 0:
         return head_dim
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        raise _refusal("a config.json with hidden_size and num_attention_heads")
+        raise _refusal(f"a config.json with {names[0]} and {names[1]}")
     return hidden // heads
 
 
@@ -303,7 +330,7 @@ def _rope(config: Mapping[str, object]) -> Mapping[str, object]:
     return {}
 
 
-def rope_factors(config: Mapping[str, object]) -> tuple[float, ...]:
+def rope_factors(config: Mapping[str, object], family: Family) -> tuple[float, ...]:
     """Return by what each frequency is divided, as Llama 3.1 does; empty where none is.
 
     The rule is that of `_compute_llama3_parameters` in transformers 5, `modeling_rope_utils.py`.
@@ -321,7 +348,7 @@ def rope_factors(config: Mapping[str, object]) -> tuple[float, ...]:
         _positive(scaling, key)
         for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
-    head_dim = _head_dim(config)
+    head_dim = _head_dim(config, family)
     factors = []
     for each in range(0, head_dim, 2):
         wavelength = 2 * math.pi * base ** (each / head_dim)

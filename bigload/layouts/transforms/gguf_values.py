@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bigload.checkpoint.byte_source import scheme_of
-from bigload.checkpoint.formats.gguf_model import family_of
+from bigload.checkpoint.formats.gguf_families import HEADS, Family
+from bigload.checkpoint.formats.gguf_model import family_of, joined, rule_of
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.conversion.arithmetic.ggml_blocks import (
     DECODED_BY_PACKAGE,
     DECODERS,
     GgmlValues,
-    InterleavedRows,
-    TransposedExperts,
 )
-from bigload.conversion.computed_tensor import ComputedTensor, Operand, Operation
+from bigload.conversion.computed_tensor import ComputedTensor, Operand
+from bigload.conversion.gguf_rules import from_gguf
 from bigload.conversion.transformers_tokenizer import TokenizerUnreadError, tokenizer_files
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import OptionError, UnsupportedFormatError
@@ -56,20 +56,17 @@ class DecodeGguf:
             raise OptionError.of("dtype", None, "one to write quantised weights in", hint=hint)
         family = family_of(checkpoint.shards[0])
         config = checkpoint.config or {}
-        heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
         kept, left = list[Operand](), list[str]()
-        tensors = dict(checkpoint.tensors)
-        if family is not None and family.fuses_experts:
-            kept += _fused_experts(checkpoint.path, tensors)
-        for name, tensor in tensors.items():
+        for name, tensors in _joined(checkpoint, family).items():
+            rule = rule_of(family, name) if family is not None else None
             if family is not None and name.startswith(_OF_LLAMA_CPP):
                 left.append(name)
-                continue
-            count = (
-                heads.get(name.split(".")[-2]) if family is not None and family.turns_heads and "." in name else None
-            )
-            added = 1.0 if family is not None and family.adds_one and name.endswith("norm.weight") else 0.0
-            kept.append(_decoded(tensor, count if isinstance(count, int) else 0, added))
+            elif rule is None or rule in HEADS:
+                count = config.get(HEADS[rule]) if rule is not None else None
+                added = 1.0 if family is not None and family.adds_one and name.endswith("norm.weight") else 0.0
+                kept.append(_decoded(tensors[0], count if isinstance(count, int) else 0, added))
+            else:
+                kept.append(from_gguf(rule, name, tensors, config))
         notes = [f"{counted(len(packed), 'tensor')} decoded from {', '.join(sorted({t.dtype.name for t in packed}))}"]
         if left:
             notes.append(f"left out, because transformers computes it: {', '.join(left)}")
@@ -117,29 +114,19 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
         return {}, f"the tokenizer stays in the GGUF file, where {how}: {error}"
 
 
-def _fused_experts(path: str, tensors: dict[str, TensorInfo]) -> list[Operand]:
-    """Take the experts out of `tensors`, and return them as gpt-oss has them in transformers.
+def _joined(checkpoint: Checkpoint, family: Family | None) -> Mapping[str, Sequence[TensorInfo]]:
+    """Return what is stored for each tensor of transformers.
 
     Raises:
-        UnsupportedFormatError: gate and up are not of one form.
+        UnsupportedFormatError: of several tensors that are one, some are missing or of another form.
     """
-    made: list[Operand] = []
-    for name in [name for name in tensors if ".experts.gate_proj" in name or ".experts.down_proj" in name]:
-        names = [name, name.replace(".gate_proj", ".up_proj")] if ".gate_proj" in name else [name]
-        parts = [tensors.pop(each) for each in names if each in tensors]
-        first = parts[0]
-        num_dims = 2 if name.endswith("_bias") else 3
-        forms = {(each.shape, each.dtype) for each in parts}
-        if len(parts) < len(names) or len(forms) > 1 or len(first.shape) != num_dims:
-            text = f"{' and '.join(names)} are not all there, of one form, with {num_dims} dimensions"
-            raise UnsupportedFormatError(path, text, hint="download or convert the file again")
-        fused = name.replace(".gate_proj", ".gate_up_proj")
-        dtype = DTYPES["F32"] if first.dtype.block_bytes else first.dtype
-        experts, outputs, *inputs = first.shape
-        shape = experts, *inputs, len(parts) * outputs
-        operation: Operation = TransposedExperts(tuple(parts)) if inputs else InterleavedRows(tuple(parts))
-        made.append(ComputedTensor(fused, dtype, shape, operation))
-    return made
+    if family is None:
+        return {name: [tensor] for name, tensor in checkpoint.tensors.items()}
+    try:
+        return joined(family, checkpoint.tensors)
+    except ValueError as error:
+        hint = "download or convert the file again"
+        raise UnsupportedFormatError(checkpoint.path, str(error), hint=hint) from None
 
 
 def _decoded(tensor: TensorInfo, num_heads: int, added: float) -> Operand:

@@ -1,0 +1,354 @@
+"""Architectures of llama.cpp as data: names of tensors and sizes in GGUF, and those of the class of transformers.
+
+Names of tensors follow gguf-py's `constants.py` and `tensor_mapping.py` (gguf 0.19) and the classes of transformers 5.
+What happens to values, and what llama.cpp computes without asking, follows its converter (`conversion/`, a file for
+each group of architectures) and its models (`src/models/`). `tests/conformance/test_gguf_families.py` runs them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+_PARTS = ("gate", "up", "down")
+_ROOT = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {
+    **{f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"},
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+_MLP = {f"ffn_{each}": f"mlp.{each}_proj" for each in _PARTS}
+_UP_DOWN = {f"ffn_{each}": f"mlp.{each}_proj" for each in ("up", "down")}
+_FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **_POST_NORMS}
+_SHARED_EXPERT = {
+    **{f"ffn_{each}_shexp": f"mlp.shared_expert.{each}_proj" for each in _PARTS},
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_SHARED_EXPERTS = {f"ffn_{each}_shexp": f"mlp.shared_experts.{each}_proj" for each in _PARTS}
+_MOE_GATE = {"ffn_gate_inp": "mlp.gate"}
+
+_COUNTS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_RMS_NORM = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_SIZES = {**_COUNTS, **_RMS_NORM}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN_EXPERTS = {
+    **_EXPERTS,
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+class GgufRule(StrEnum):
+    """What a tensor of transformers is besides another name for one in GGUF; `conversion.gguf_rules` applies it."""
+
+    HEADS = "halves of a query's head take turns, for llama.cpp's rotary embedding"
+    KEY_HEADS = "the same of a key's head"
+    FUSED_HEADS = "all queries, then all keys, then all values, instead of each group's together"
+    LATENT_HEADS = "keys, transposed, apart from values, of each head"
+    TRANSPOSED = "rows of each matrix are columns"
+    PAIR = "each expert in two parts, the upper rows and the lower ones"
+    TRANSPOSED_PAIR = "the same, of transposed matrices"
+    INTERLEAVED_PAIR = "the same, whose columns take turns"
+    SQUEEZED = "without the dimension of size 1"
+    NEGATED_EXPONENTIAL = "-exp(x) for x"
+
+
+HEADS: Mapping[GgufRule, str] = {GgufRule.HEADS: "num_attention_heads", GgufRule.KEY_HEADS: "num_key_value_heads"}
+"""Keys of config.json with the number of heads, for the rules that turn them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A class of transformers for an architecture of llama.cpp.
+
+    Attributes:
+        architecture: llama.cpp's name, `general.architecture`.
+        model_type, model_class: Of config.json.
+        root, block: Modules, or whole tensors, by their names in GGUF: outside of blocks, and in one.
+        layers: The module of transformers that has the blocks.
+        experts: Name of an expert's module, with places for its number and `gate`, `up` or `down`; words for these.
+        keys: Keys of config.json by those of the metadata, without the architecture's name.
+        fixed: Keys of the metadata that no config has, or that other keys follow from.
+        builtin: Values of config.json that llama.cpp computes by without a key; a model with others is refused.
+        defaults: Values of config.json that the class has otherwise, for a file that was read.
+        activations: What config.json may name as the activation; several names are the same for llama.cpp.
+        rules: What happens to values, by module or tensor of a block in transformers.
+        window_every: Of so many blocks, all but the last have a window, where there are any.
+        adds_one: Norms are stored with 1 added.
+        is_tied: The output is the input embedding where config.json does not say it.
+        is_written: Such models can be written.
+    """
+
+    architecture: str
+    model_type: str
+    model_class: str
+    root: Mapping[str, str] = field(default_factory=lambda: _ROOT)
+    block: Mapping[str, str] = field(default_factory=lambda: {**_ATTENTION, **_MLP, **_NORMS})
+    layers: str = "model.layers"
+    experts: str = "mlp.experts.{number}.{part}_proj"
+    expert_parts: Mapping[str, str] = field(default_factory=lambda: {each: each for each in _PARTS})
+    keys: Mapping[str, str] = field(default_factory=lambda: _SIZES)
+    fixed: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    builtin: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    activations: tuple[str, ...] = ("silu", "swish")
+    rules: Mapping[str, GgufRule] = field(default_factory=dict)
+    window_every: int = 0
+    adds_one: bool = False
+    is_tied: bool = False
+    is_written: bool = True
+
+
+_TURNED = {"self_attn.q_proj": GgufRule.HEADS, "self_attn.k_proj": GgufRule.KEY_HEADS}
+_LLAMA = Family(architecture="llama", model_type="llama", model_class="LlamaForCausalLM", rules=_TURNED)
+_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_GEMMA = Family(
+    architecture="gemma",
+    model_type="gemma",
+    model_class="GemmaForCausalLM",
+    activations=_GELU,
+    adds_one=True,
+    is_tied=True,
+)
+_LAYER_NORM = {**_COUNTS, "attention.layer_norm_epsilon": "layer_norm_eps"}
+_COHERE = Family(
+    architecture="command-r",
+    model_type="cohere",
+    model_class="CohereForCausalLM",
+    block={**_ATTENTION, **_MLP, "attn_norm": "input_layernorm"},
+    keys={**_LAYER_NORM, "logit_scale": "logit_scale"},
+    fixed={"rope.scaling.type": "none"},
+    is_tied=True,
+)
+_OLMO2 = Family(
+    architecture="olmo2",
+    model_type="olmo2",
+    model_class="Olmo2ForCausalLM",
+    block={**_ATTENTION, **_MLP, **_POST_NORMS},
+)
+_GRANITE = replace(
+    _LLAMA, architecture="granite", model_type="granite", model_class="GraniteForCausalLM", keys={**_SIZES, **_SCALES}
+)
+
+_ALL = (
+    _LLAMA,
+    replace(_LLAMA, model_type="mistral", model_class="MistralForCausalLM"),
+    replace(
+        _LLAMA,
+        model_type="mixtral",
+        model_class="MixtralForCausalLM",
+        block={**_ATTENTION, **_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
+        experts="block_sparse_moe.experts.{number}.{part}",
+        expert_parts={"gate": "w1", "up": "w3", "down": "w2"},
+        keys={**_SIZES, **_LOCAL_EXPERTS},
+    ),
+    Family(architecture="qwen2", model_type="qwen2", model_class="Qwen2ForCausalLM"),
+    Family(architecture="qwen3", model_type="qwen3", model_class="Qwen3ForCausalLM"),
+    Family(
+        architecture="qwen2moe",
+        model_type="qwen2_moe",
+        model_class="Qwen2MoeForCausalLM",
+        block={**_ATTENTION, **_NORMS, **_MOE_GATE, **_SHARED_EXPERT},
+        keys={**_SIZES, **_QWEN_EXPERTS},
+        builtin={"norm_topk_prob": False},
+    ),
+    Family(
+        architecture="qwen3moe",
+        model_type="qwen3_moe",
+        model_class="Qwen3MoeForCausalLM",
+        block={**_ATTENTION, **_NORMS, **_MOE_GATE, **_MLP},
+        keys={**_SIZES, **_QWEN_EXPERTS},
+        builtin={"norm_topk_prob": True},
+        defaults={"norm_topk_prob": True},
+    ),
+    _GEMMA,
+    replace(
+        _GEMMA,
+        window_every=2,
+        architecture="gemma2",
+        model_type="gemma2",
+        model_class="Gemma2ForCausalLM",
+        block={**_ATTENTION, **_MLP, **_GEMMA_NORMS},
+        keys={
+            **_SIZES,
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+    ),
+    replace(
+        _GEMMA,
+        window_every=6,
+        architecture="gemma3",
+        model_type="gemma3_text",
+        model_class="Gemma3ForCausalLM",
+        block={**_ATTENTION, **_MLP, **_GEMMA_NORMS},
+        keys={**_SIZES, "rope.freq_base_swa": "rope_local_base_freq"},
+    ),
+    Family(
+        architecture="phi3",
+        model_type="phi3",
+        model_class="Phi3ForCausalLM",
+        block={**_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", **_FUSED_MLP},
+    ),
+    Family(
+        architecture="gpt-oss",
+        model_type="gpt_oss",
+        model_class="GptOssForCausalLM",
+        block={
+            **_ATTENTION,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_down_exps.weight": "mlp.experts.down_proj",
+            "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        keys={**_SIZES, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size"},
+        rules={
+            "mlp.experts.gate_up_proj": GgufRule.INTERLEAVED_PAIR,
+            "mlp.experts.gate_up_proj_bias": GgufRule.INTERLEAVED_PAIR,
+            "mlp.experts.down_proj": GgufRule.TRANSPOSED,
+        },
+        is_written=False,
+    ),
+    Family(
+        architecture="glm4",
+        model_type="glm4",
+        model_class="Glm4ForCausalLM",
+        block={
+            **_ATTENTION,
+            **_FUSED_MLP,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
+    _OLMO2,
+    _GRANITE,
+    _COHERE,
+    replace(_COHERE, architecture="cohere2", model_type="cohere2", model_class="Cohere2ForCausalLM", window_every=4),
+    Family(
+        architecture="starcoder2",
+        model_type="starcoder2",
+        model_class="Starcoder2ForCausalLM",
+        block={**_ATTENTION, **_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        keys={**_COUNTS, "attention.layer_norm_epsilon": "norm_epsilon"},
+        activations=_GELU,
+    ),
+    Family(
+        architecture="stablelm",
+        model_type="stablelm",
+        model_class="StableLmForCausalLM",
+        block={**_ATTENTION, **_MLP, **_NORMS},
+        keys={**_LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+    ),
+    Family(
+        architecture="phi2",
+        model_type="phi",
+        model_class="PhiForCausalLM",
+        root={**_ROOT, "output_norm": "model.final_layernorm"},
+        block={
+            **_ATTENTION,
+            "attn_output": "self_attn.dense",
+            "attn_norm": "input_layernorm",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        keys=_LAYER_NORM,
+        activations=_GELU,
+    ),
+    Family(
+        architecture="nemotron",
+        model_type="nemotron",
+        model_class="NemotronForCausalLM",
+        block={**_ATTENTION, **_UP_DOWN, **_NORMS},
+        keys={**_COUNTS, "attention.layer_norm_epsilon": "norm_eps"},
+        activations=("relu2",),
+        adds_one=True,
+    ),
+    replace(
+        _LLAMA,
+        architecture="arcee",
+        model_type="arcee",
+        model_class="ArceeForCausalLM",
+        block={**_ATTENTION, **_UP_DOWN, **_NORMS},
+        activations=("relu2",),
+    ),
+    Family(
+        architecture="seed_oss",
+        model_type="seed_oss",
+        model_class="SeedOssForCausalLM",
+        block={
+            **_ATTENTION,
+            **_MLP,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+        },
+    ),
+    Family(architecture="ernie4_5", model_type="ernie4_5", model_class="Ernie4_5ForCausalLM"),
+    Family(
+        architecture="hunyuan-dense",
+        model_type="hunyuan_v1_dense",
+        model_class="HunYuanDenseV1ForCausalLM",
+        block={
+            **_ATTENTION,
+            **_MLP,
+            **_NORMS,
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+    ),
+    replace(
+        _LLAMA,
+        architecture="smollm3",
+        model_type="smollm3",
+        model_class="SmolLM3ForCausalLM",
+        builtin={"no_rope_layer_interval": 4, "use_sliding_window": False},
+    ),
+    replace(
+        _OLMO2,
+        architecture="exaone4",
+        model_type="exaone4",
+        model_class="Exaone4ForCausalLM",
+        builtin={"sliding_window": None},  # but with 64 layers, which was not tried
+    ),
+    Family(
+        architecture="olmoe",
+        model_type="olmoe",
+        model_class="OlmoeForCausalLM",
+        block={**_ATTENTION, **_NORMS, **_MOE_GATE},
+        keys={**_SIZES, **_EXPERTS},
+        builtin={"norm_topk_prob": False, "clip_qkv": None},
+    ),
+)
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
+"""By `model_type`; several may be of one architecture, and are told apart by other keys (`gguf_model.family_of`)."""

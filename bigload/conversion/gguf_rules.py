@@ -1,0 +1,152 @@
+"""Tensors of transformers made of those of GGUF and back, where they are more than renamed (`GgufRule`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import gcd
+
+from bigload.checkpoint.formats.gguf_families import GgufRule
+from bigload.checkpoint.model import TensorInfo
+from bigload.conversion.arithmetic.ggml_blocks import GgmlValues, InterleavedRows, TransposedExperts
+from bigload.conversion.arithmetic.ggml_rows import NegatedExponential, ReorderedRows
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
+from bigload.dtypes import DTYPES, DType
+
+Config = Mapping[str, object]
+
+
+def to_gguf(rule: GgufRule, tensor: Operand, config: Config) -> tuple[Operand, ...]:
+    """Return what GGUF has for `tensor` of a model with this `config`, in the order of the family's table."""
+    return _TO_GGUF[rule](tensor, config) if rule in _TO_GGUF else (tensor,)
+
+
+def from_gguf(rule: GgufRule, name: str, tensors: Sequence[TensorInfo], config: Config) -> Operand:
+    """Return what transformers calls `name`, of `tensors` of a GGUF file in the order of the family's table."""
+    return replace(_FROM_GGUF[rule](tensors, config), name=name)
+
+
+def _fused_to(tensor: Operand, config: Config) -> tuple[Operand, ...]:
+    order, shape = _fused_order(config), shape_of(tensor)
+    return (_reordered((tensor,), shape[0] // len(order), order, shape),)
+
+
+def _fused_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:
+    order, shape = _inverse(_fused_order(config)), tensors[0].shape
+    return _reordered([_values(tensors[0])], shape[0] // len(order), order, shape)
+
+
+def _latent_to(tensor: Operand, config: Config) -> tuple[Operand, ...]:
+    heads, key, value = (_size(config, each) for each in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+    size, latent = gcd(key, value), shape_of(tensor)[-1]
+    keys, values = _latent_orders(heads, key // size, value // size)
+    of_keys = _reordered((tensor,), size, keys, (heads, key, latent))
+    return _transposed((of_keys,)), _reordered((tensor,), size, values, (heads, value, latent))
+
+
+def _latent_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
+    (heads, latent, key), value = tensors[0].shape, tensors[1].shape[1]
+    size = gcd(key, value)
+    order = _inverse([each for part in _latent_orders(heads, key // size, value // size) for each in part])
+    parts = (_transposed(tensors[:1]), _values(tensors[1]))
+    return _reordered(parts, size, order, (heads * (key + value), latent))
+
+
+def _pair_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
+    experts, rows, columns = tensors[0].shape
+    order = [part * experts + each for each in range(experts) for part in (0, 1)]
+    return _reordered([_values(tensor) for tensor in tensors], rows, order, (experts, 2 * rows, columns))
+
+
+def _interleaved_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
+    shape = tensors[0].shape
+    if len(shape) > 2:
+        return _transposed(tensors, is_interleaved=True)
+    return ComputedTensor("", _plain(tensors[0]), (shape[0], 2 * shape[1]), InterleavedRows(tuple(tensors)))
+
+
+def _squeezed_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
+    rows, columns = tensors[0].shape
+    return replace(_values(tensors[0]), shape=(rows, 1, columns))
+
+
+def _exponential(tensor: Operand, *, is_inverse: bool = False) -> Operand:
+    return ComputedTensor(tensor.name, DTYPES["F32"], shape_of(tensor), NegatedExponential(tensor, is_inverse))
+
+
+def _plain(tensor: Operand) -> DType:
+    return DTYPES["F32"] if tensor.dtype.block_bytes else tensor.dtype
+
+
+def _values(tensor: TensorInfo) -> Operand:
+    if not tensor.dtype.block_bytes:
+        return tensor
+    return ComputedTensor(tensor.name, DTYPES["F32"], tensor.shape, GgmlValues(tensor))
+
+
+def _transposed(tensors: Sequence[Operand], *, is_interleaved: bool = False) -> ComputedTensor:
+    """Return [experts, inputs, outputs] of [experts, outputs, inputs], or of matrices; of several, outputs joined."""
+    first = tensors[0]
+    *experts, outputs, inputs = shape_of(first)
+    shape = (*experts, inputs, len(tensors) * outputs)
+    return ComputedTensor(first.name, _plain(first), shape, TransposedExperts(tuple(tensors), is_interleaved))
+
+
+def _halves(tensor: Operand) -> tuple[Operand, ...]:
+    """Return the upper and the lower half of each expert."""
+    experts, rows, columns = shape_of(tensor)
+    shape = experts, rows // 2, columns
+    return tuple(_reordered((tensor,), rows // 2, range(part, 2 * experts, 2), shape) for part in (0, 1))
+
+
+def _reordered(tensors: Sequence[Operand], size: int, order: Sequence[int], shape: tuple[int, ...]) -> ComputedTensor:
+    operation = ReorderedRows(tuple(tensors), size, tuple(order))
+    return ComputedTensor(tensors[0].name, _plain(tensors[0]), shape, operation)
+
+
+def _fused_order(config: Config) -> list[int]:
+    """Return the heads of all queries, keys, values by their place in groups of queries with their key and value."""
+    heads = _size(config, "num_attention_heads", "n_head")
+    groups = _size(config, "num_kv_heads", "num_attention_heads", "n_head")
+    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+        groups = 1
+    each = heads // groups
+    places = [[group * (each + 2) + number for number in range(each + 2)] for group in range(groups)]
+    queries = [place for group in places for place in group[:each]]
+    return [*queries, *(group[-2] for group in places), *(group[-1] for group in places)]
+
+
+def _latent_orders(heads: int, key: int, value: int) -> tuple[list[int], list[int]]:
+    """Return the blocks of keys and of values, where each head has so many of both."""
+    places = [[*range(head * (key + value), (head + 1) * (key + value))] for head in range(heads)]
+    return [place for head in places for place in head[:key]], [place for head in places for place in head[key:]]
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _size(config: Config, *keys: str) -> int:
+    """Return the first of these sizes that there is; the configs of all models that a rule is for have one."""
+    return next((value for key in keys if isinstance(value := config.get(key), int) and value > 0), 1)
+
+
+_TO_GGUF: Mapping[GgufRule, Callable[[Operand, Config], tuple[Operand, ...]]] = {
+    GgufRule.FUSED_HEADS: _fused_to,
+    GgufRule.LATENT_HEADS: _latent_to,
+    GgufRule.TRANSPOSED: lambda tensor, _: (_transposed((tensor,)),),
+    GgufRule.PAIR: lambda tensor, _: _halves(tensor),
+    GgufRule.TRANSPOSED_PAIR: lambda tensor, _: _halves(_transposed((tensor,))),
+    GgufRule.SQUEEZED: lambda tensor, _: (replace(tensor, shape=(shape_of(tensor)[0], shape_of(tensor)[-1])),),
+    GgufRule.NEGATED_EXPONENTIAL: lambda tensor, _: (_exponential(tensor),),
+}
+_FROM_GGUF: Mapping[GgufRule, Callable[[Sequence[TensorInfo], Config], Operand]] = {
+    GgufRule.FUSED_HEADS: _fused_from,
+    GgufRule.LATENT_HEADS: _latent_from,
+    GgufRule.TRANSPOSED: lambda tensors, _: _transposed(tensors),
+    GgufRule.PAIR: _pair_from,
+    GgufRule.TRANSPOSED_PAIR: lambda tensors, _: _transposed(tensors),
+    GgufRule.INTERLEAVED_PAIR: _interleaved_from,
+    GgufRule.SQUEEZED: _squeezed_from,
+    GgufRule.NEGATED_EXPONENTIAL: lambda tensors, _: _exponential(_values(tensors[0]), is_inverse=True),
+}

@@ -1,0 +1,149 @@
+"""Each architecture of GGUF: written, it answers in llama.cpp as in transformers; read again, it is the same model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bigload
+import llama_cpp_server
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LAYERS = {"num_hidden_layers": 4}
+CASES = {
+    "llama": {},
+    "mistral": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 64},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 64, "norm_topk_prob": False},
+    "qwen3_moe": {**EXPERTS, "head_dim": 64, "norm_topk_prob": True},
+    "gemma": {"head_dim": 64},
+    "gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64},
+    "gemma3_text": {"head_dim": 64, "query_pre_attn_scalar": 64},
+    "phi3": {},
+    "glm4": {"head_dim": 32},
+    "olmo2": {},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"head_dim": 32, "sliding_window": 8, **LAYERS},
+    "starcoder2": {},
+    "stablelm": {},
+    "phi": {},
+    "nemotron": {},
+    "arcee": {},
+    "seed_oss": {"head_dim": 32},
+    "ernie4_5": {"head_dim": 32},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "smollm3": LAYERS,
+    "exaone4": {"head_dim": 32, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+}
+READ_BY_TRANSFORMERS = {
+    *("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "starcoder2", "stablelm", "nemotron"),
+}
+"""transformers 5.23 has tables of more, but builds another model of the file (head sizes, experts), or none."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """A model of the family in a folder, and the GGUF file written of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(request.param, **{**SIZES, **CASES[request.param]})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.rand_like(parameter) - 0.5
+        else:
+            parameter.data *= 3  # so that answers differ from token to token
+    model.save_pretrained(folder / "in")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    made.train_from_iterator(["The quick brown fox jumps over the lazy dog. "] * 9, trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder / "in")
+    bigload.reshard(folder / "in", folder / "out", layout="gguf", dtype="fp32")
+    return SimpleNamespace(
+        family=request.param,
+        model=transformers.AutoModelForCausalLM.from_pretrained(folder / "in").eval(),
+        folder=folder / "in",
+        file=folder / "out" / "model.gguf",
+        tokenizer=made,
+    )
+
+
+def test_llama_cpp_answers_as_transformers(case):
+    text = "The quick brown fox"
+    (found,), answer = llama_cpp_server.ask(case.file, [text], num_tokens=16)
+    assert found == case.tokenizer.encode(text).ids
+    prompt = torch.tensor([found])
+    whole = case.model.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None)[0].tolist()
+    assert answer == case.tokenizer.decode(whole[len(found) :])
+
+
+def test_names_are_those_of_the_package(case):
+    reader = gguf.GGUFReader(case.file)
+    architecture = reader.fields["general.architecture"].contents()
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[number]}
+    for tensor in reader.tensors:
+        block = tensor.name.split(".")[1] if tensor.name.startswith("blk.") else ""
+        name = tensor.name.removesuffix(".weight").removesuffix(".bias")
+        assert name in {each.format(bid=block) for each in known}
+
+
+def test_what_is_read_again_is_the_same_model(case, tmp_path):
+    bigload.reshard(case.file, tmp_path / "back", dtype="fp32")
+    found, said = type(case.model).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(said.values())
+    expected = case.model.state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    for name, tensor in found.state_dict().items():
+        assert torch.allclose(tensor, expected[name], rtol=0, atol=3e-7), name  # norms less one, one added
+    tokens = torch.arange(3, 60).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.allclose(found.eval()(tokens).logits, case.model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_plan_is_that_of_the_model_as_safetensors(case):
+    found, expected = (
+        bigload.plan(source, {"cuda:0": "2MiB", "cpu": "1GiB"}, context=64, overhead=0, dtype="fp32")
+        for source in (case.file, case.folder)
+    )
+    assert found.device_map == expected.device_map
+    assert found.devices == expected.devices
+
+
+def test_transformers_reads_the_same_tensors(case):
+    if case.family not in READ_BY_TRANSFORMERS:
+        pytest.skip("transformers makes another model of such a file, or none")
+    found = type(case.model).from_pretrained(case.file.parent, gguf_file=case.file.name)
+    expected = case.model.state_dict()
+    for name, tensor in found.state_dict().items():
+        assert torch.allclose(tensor, expected[name], rtol=0, atol=3e-7), name
