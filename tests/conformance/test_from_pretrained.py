@@ -15,6 +15,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 FEW = ["llama", "mixtral", "bert", "t5", "deepseek_v3", "imagegpt"]
+OTHERS = sorted({*model_types.NAMES} - {*FEW, "JevForDecision"})
+"""Without the class whose own `from_pretrained` fails with `output_loading_info` in transformers 5.23."""
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def check_same(found, expected):
     ("name", "dtype"),
     [
         *((name, dtype) for name in FEW for dtype in (None, torch.float16)),
-        *(pytest.param(name, None, marks=pytest.mark.slow) for name in model_types.NAMES if name not in FEW),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in OTHERS),
     ],
 )
 def test_it_is_the_model_that_transformers_makes(name, dtype, tmp_path):
