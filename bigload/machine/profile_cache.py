@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bigload.errors import OptionError
 from bigload.machine.cache_folder import cache_folder, keep_file
-from bigload.machine.hardware import hardware_of
-from bigload.machine.machine_profile import MachineProfile, read_profile
+
+if TYPE_CHECKING:
+    from bigload.machine.machine_profile import MachineProfile
 
 
 def profiles_folder() -> Path:
@@ -18,6 +20,8 @@ def profiles_folder() -> Path:
 
 def cached_profile(path: str | Path) -> MachineProfile | None:
     """Return what was measured on this hardware and the file system of `path`; `None` if nothing is kept."""
+    from bigload.machine.machine_profile import MachineProfile  # a plan asks whether there are profiles at all
+
     with suppress(OSError, ValueError):  # an entry that cannot be read is as good as none
         return MachineProfile.from_json(_entry(path).read_bytes())
     return None
@@ -36,6 +40,7 @@ def profile_named(name_or_file: str) -> MachineProfile:
         OptionError: neither; the text lists the names.
     """
     from bigload.machine.known_machines import KNOWN_MACHINES, known_machine
+    from bigload.machine.machine_profile import read_profile
 
     name = name_or_file.strip().lower()
     if name in KNOWN_MACHINES:
@@ -48,4 +53,6 @@ def profile_named(name_or_file: str) -> MachineProfile:
 
 
 def _entry(path: str | Path) -> Path:
+    from bigload.machine.hardware import hardware_of
+
     return profiles_folder() / f"{hardware_of(Path(path)).digest}.json"

@@ -7,18 +7,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
-from bigload.checkpoint.adapter import Adapter, open_adapter
 from bigload.devices import Device
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import OptionError
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
-from bigload.planning.expert_stats import ExpertStats
 from bigload.planning.load_dtype import CASTABLE
 from bigload.planning.policy_registry import policy_named
 from bigload.planning.workload import Workload
 from bigload.units import GIB, format_size, parse_size
+
+if TYPE_CHECKING:
+    from bigload.checkpoint.adapter import Adapter
+    from bigload.planning.expert_stats import ExpertStats
 
 CUDA_OVERHEAD = GIB // 2
 """Bytes that a CUDA context, its kernels and the allocator's slack take on a card, by default."""
@@ -200,11 +202,19 @@ def _scheme(dtype: DType | str | None) -> str:
 def _adapters(value: object) -> tuple[Adapter, ...]:
     if isinstance(value, str | Path) or not isinstance(value, Sequence):
         raise OptionError(f"lora has to be a list of folders, not {value!r:.60}")
+    if not value:
+        return ()
+    from bigload.checkpoint.adapter import Adapter, open_adapter  # few plans need it
+
     return tuple(each if isinstance(each, Adapter) else open_adapter(each) for each in value)
 
 
 def _stats(value: ExpertStats | str | Path | None) -> ExpertStats | None:
-    return value if value is None or isinstance(value, ExpertStats) else ExpertStats.read(Path(value))
+    if value is None:
+        return None
+    from bigload.planning.expert_stats import ExpertStats  # few plans need it
+
+    return value if isinstance(value, ExpertStats) else ExpertStats.read(Path(value))
 
 
 def _policy(name: str) -> str:

@@ -44,7 +44,6 @@ from bigload.planning.plan_document import (
     typed,
     workload_document,
 )
-from bigload.planning.resident_experts import layers_of
 from bigload.units import MIB
 
 P = TypeVar("P", bound=PlannedCheckpoint)
@@ -319,6 +318,8 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
 
 
 def _resident_problem(plan: Plan, resident: ResidentExperts, checkpoint: Checkpoint) -> str | None:
+    from bigload.planning.resident_experts import layers_of  # few plans have any
+
     structure = read_structure(checkpoint, plan.options)
     layers = {layer.name: layer for layer in layers_of(structure, resident.experts)}
     num_bytes = 0

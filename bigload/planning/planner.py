@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
@@ -15,7 +15,6 @@ from bigload.errors import InvalidPlanError
 from bigload.planning.advice import does_not_fit
 from bigload.planning.budget.budget import MaxMemory, MemoryBudget
 from bigload.planning.choices import Experts, NameScheme
-from bigload.planning.model.adapters import AdapterBytes
 from bigload.planning.model.module_tree import key_above
 from bigload.planning.model.structure import ModelStructure, read_structure
 from bigload.planning.model.units import with_dense_held
@@ -34,8 +33,10 @@ from bigload.planning.placement.problem import (
 from bigload.planning.placement.solve import Solution, place_by, solve
 from bigload.planning.plan import DeviceUse, Plan, PlanNote, recount
 from bigload.planning.policy_registry import policy_named
-from bigload.planning.resident_experts import best_by_uses, checked_layers, expected_units, resident_experts
 from bigload.units import format_size
+
+if TYPE_CHECKING:
+    from bigload.planning.model.adapters import AdapterBytes
 
 
 def plan(
@@ -120,6 +121,8 @@ def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions)
     plain = _place(structure, budget, options)
     if options.expert_stats is None:
         return plain
+    from bigload.planning.resident_experts import best_by_uses, checked_layers  # few plans need it
+
     layers = checked_layers(structure, options.expert_stats)
     problem = problem_of(structure, budget, options, split_experts=True)
     return best_by_uses(plain if isinstance(plain, Solution) else None, problem, layers, options.expert_stats) or plain
@@ -173,6 +176,8 @@ def _plan(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions,
     token_bytes: dict[Device, int] = {}
     units, resident, certificate = solution.problem.units, None, certify(solution.problem, placement)
     if options.expert_stats is not None:
+        from bigload.planning.resident_experts import checked_layers, expected_units, resident_experts
+
         layers = checked_layers(structure, options.expert_stats)
         resident = resident_experts(solution, layers, options.expert_stats)
         units = expected_units(solution, layers, options.expert_stats)

@@ -21,7 +21,6 @@ import tomllib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
@@ -194,7 +193,7 @@ def check_python(text):
                 assert hasattr(bigload, name), name
                 called = inspect.signature(getattr(bigload, name)).parameters
                 if any(each.kind is each.VAR_KEYWORD for each in called.values()):
-                    called = {**called, **get_type_hints(PlanKeywords)} if name == "plan" else None
+                    called = {**called, **PlanKeywords.__annotations__} if name == "plan" else None
                 assert called is None or [word.arg for word in keywords if word.arg and word.arg not in called] == []
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.dtypes import DType
@@ -14,7 +15,6 @@ from bigload.errors import OptionError
 from bigload.planning.choices import NameScheme
 from bigload.planning.load_dtype import as_loaded
 from bigload.planning.model import families
-from bigload.planning.model.adapters import AdapterBytes, adapter_bytes, with_bytes_beside
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.experts import RoutedExperts, dense_parts, routed_experts
 from bigload.planning.model.kv_cache import BlockCache
@@ -25,6 +25,9 @@ from bigload.planning.model.ties import TiedGroup, find_ties
 from bigload.planning.model.units import Part, Unit, UnitKind, cut_into_units, parts_in_order
 from bigload.planning.options import PlanOptions
 from bigload.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from bigload.planning.model.adapters import AdapterBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,7 @@ class ModelStructure:
 
     def loaded_as(self, dtype: DType | None) -> ModelStructure:
         """Return the structure with the sizes that tensors have when weights are converted to `dtype`."""
-        root = build_tree(with_bytes_beside(as_loaded(self.checkpoint.tensors, dtype), self.adapters))
+        root = _tree(self.checkpoint, dtype, self.adapters)
         kept = without(root, self.left_out)
         return replace(self, root=kept, left_out_bytes=root.num_bytes - kept.num_bytes)
 
@@ -215,8 +218,12 @@ def read_structure(
     config = ModelConfig(checkpoint.config)
     ties = find_ties(checkpoint) if ties is None else ties
     dtype = options.workload.load_dtype
-    adapters = tuple(adapter_bytes(each, checkpoint, ties, dtype) for each in options.lora)
-    root = build_tree(with_bytes_beside(as_loaded(checkpoint.tensors, dtype), adapters))
+    adapters: tuple[AdapterBytes, ...] = ()
+    if options.lora:
+        from bigload.planning.model.adapters import adapter_bytes  # few plans need it
+
+        adapters = tuple(adapter_bytes(each, checkpoint, ties, dtype) for each in options.lora)
+    root = _tree(checkpoint, dtype, adapters)
     left_out = () if options.keep_extra_layers else extra_layers(root, config)
     kept = without(root, left_out)
     structure = ModelStructure(
@@ -232,6 +239,15 @@ def read_structure(
     )
     _check_patterns(structure)
     return structure
+
+
+def _tree(checkpoint: Checkpoint, dtype: DType | None, adapters: Sequence[AdapterBytes]) -> ModuleNode:
+    tensors = as_loaded(checkpoint.tensors, dtype)
+    if adapters:
+        from bigload.planning.model.adapters import with_bytes_beside
+
+        tensors = with_bytes_beside(tensors, adapters)
+    return build_tree(tensors)
 
 
 def _present(ties: Sequence[TiedGroup], left_out: tuple[str, ...]) -> tuple[TiedGroup, ...]:

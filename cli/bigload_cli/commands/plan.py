@@ -322,16 +322,18 @@ def _deliver(
 ) -> None:
     """Write the files that were asked for, show the plan, and say what comes next."""
     from bigload.documents import is_stream
-    from bigload.planning.plan_file import plan_to_json, write_plan
     from bigload_cli.output import print_text, say
     from bigload_cli.result_files import answers_on_stdout, is_stdout, say_written, write_result
 
     # --json and `-o -` are the same document, but for the prediction: a plan file says nothing about machines.
     on_stdout = answers_on_stdout((out, html), as_json=as_json and not is_stdout(out))
-    if out is not None and is_stdout(out):
-        write_result(out, plan_to_json(made.plan))
-    elif out is not None:
-        write_plan(made.plan, out)
+    if out is not None:
+        from bigload.planning.plan_file import plan_to_json, write_plan
+
+        if is_stdout(out):
+            write_result(out, plan_to_json(made.plan))
+        else:
+            write_plan(made.plan, out)
     if html is not None:
         from bigload_cli.views.html_report import write_report
 
