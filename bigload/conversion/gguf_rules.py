@@ -45,6 +45,8 @@ def _latent_to(tensor: Operand, config: Config) -> tuple[Operand, ...]:
 
 
 def _latent_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
+    if len(tensors) == 1:  # of older files, which do not cut it
+        return _values(tensors[0])
     (heads, latent, key), value = tensors[0].shape, tensors[1].shape[1]
     size = gcd(key, value)
     order = _inverse([each for part in _latent_orders(heads, key // size, value // size) for each in part])
@@ -63,11 +65,6 @@ def _interleaved_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:
     if len(shape) > 2:
         return _transposed(tensors, is_interleaved=True)
     return ComputedTensor("", _plain(tensors[0]), (shape[0], 2 * shape[1]), InterleavedRows(tuple(tensors)))
-
-
-def _squeezed_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
-    rows, columns = tensors[0].shape
-    return replace(_values(tensors[0]), shape=(rows, 1, columns))
 
 
 def _exponential(tensor: Operand, *, is_inverse: bool = False) -> Operand:
@@ -147,6 +144,6 @@ _FROM_GGUF: Mapping[GgufRule, Callable[[Sequence[TensorInfo], Config], Operand]]
     GgufRule.PAIR: _pair_from,
     GgufRule.TRANSPOSED_PAIR: lambda tensors, _: _transposed(tensors),
     GgufRule.INTERLEAVED_PAIR: _interleaved_from,
-    GgufRule.SQUEEZED: _squeezed_from,
+    GgufRule.SQUEEZED: lambda tensors, _: _values(tensors[0]),  # which has the dimension back (`gguf_model.renamed`)
     GgufRule.NEGATED_EXPONENTIAL: lambda tensors, _: _exponential(_values(tensors[0]), is_inverse=True),
 }

@@ -28,6 +28,23 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LAYERS = {"num_hidden_layers": 4}
+ROUTED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    **ROUTED,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+}
+GPT2 = {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 128}
 CASES = {
     "llama": {},
     "mistral": {},
@@ -61,9 +78,19 @@ CASES = {
     "smollm3": LAYERS,
     "exaone4": {"head_dim": 32, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    "deepseek_v2": LATENT,
+    "glm4_moe": {**ROUTED, "head_dim": 32, "use_qk_norm": True},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2},
+    "gpt2": GPT2,
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "falcon": {},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "mamba": {"state_size": 16, "intermediate_size": 256},
 }
 READ_BY_TRANSFORMERS = {
     *("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "starcoder2", "stablelm", "nemotron"),
+    *("bloom", "falcon", "mamba"),
 }
 """transformers 5.23 has tables of more, but builds another model of the file (head sizes, experts), or none."""
 

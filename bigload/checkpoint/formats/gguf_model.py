@@ -5,7 +5,7 @@ keeps sizes as `llama.block_count` where config.json has `num_hidden_layers`. `g
 architecture that is not there keeps its names, and has no config.
 
 Experts lie in one tensor; each is a byte range of it, and listed by itself here, as in files of transformers. Where a
-class has one tensor for several of GGUF, each is listed under it (`...gate_up_proj.ffn_up_exps.weight`), and they are
+class has one tensor for several of GGUF, each is a parameter of its module (`mlp.experts.ffn_up_exps_weight`); they are
 joined where values are decoded (`layouts/transforms/gguf_values.py`).
 """
 
@@ -34,6 +34,8 @@ def family_of(shard: Shard) -> Family | None:
             model_type = "mixtral"
         elif "mistral" in metadata.get("general.name", "").lower():
             model_type = "mistral"
+    elif architecture == "deepseek2" and _number(metadata, "deepseek2.expert_gating_func") != 2:  # softmax
+        model_type = "deepseek_v2"
     return FAMILIES.get(model_type)
 
 
@@ -45,7 +47,9 @@ def config_of(shard: Shard, family: Family, tensors: Mapping[str, TensorInfo]) -
         value = _number(metadata, f"{prefix}.{key}")
         if value is not None:
             found[name] = value
-    found |= family.defaults
+    found |= {**family.builtin, **family.defaults}
+    if GgufRule.LATENT_HEADS in family.rules.values():
+        found |= _latent_sizes(metadata, prefix, found)
     embedding = tensors.get(f"{family.root['token_embd']}.weight")
     if embedding is not None and embedding.shape:
         found["vocab_size"] = embedding.shape[0]
@@ -58,6 +62,23 @@ def config_of(shard: Shard, family: Family, tensors: Mapping[str, TensorInfo]) -
     return found
 
 
+def _latent_sizes(metadata: Mapping[str, str], prefix: str, config: Mapping[str, object]) -> dict[str, object]:
+    """Return the sizes of heads whose keys and values are made of a latent vector: GGUF has one head for all."""
+    key, value, rotated = (
+        _number(metadata, f"{prefix}.{each}")
+        for each in ("attention.key_length_mla", "attention.value_length_mla", "rope.dimension_count")
+    )
+    if key is None:  # of older files, which have whole heads
+        key, value = (_number(metadata, f"{prefix}.attention.{each}_length") for each in ("key", "value"))
+    return {
+        "num_key_value_heads": config.get("num_attention_heads"),
+        "qk_nope_head_dim": None if key is None or rotated is None else key - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": value,
+        "q_lora_rank": config.get("q_lora_rank"),
+    }
+
+
 def _rope(metadata: Mapping[str, str], prefix: str, config: Mapping[str, object]) -> dict[str, object]:
     """Return what config.json says of the rotary embedding, besides its base."""
     found: dict[str, object] = {}
@@ -66,7 +87,8 @@ def _rope(metadata: Mapping[str, str], prefix: str, config: Mapping[str, object]
     if head_dim is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         head_dim = hidden // heads
     rotated = _number(metadata, f"{prefix}.rope.dimension_count")
-    if rotated and isinstance(head_dim, int) and 0 < rotated < head_dim:
+    is_whole = "qk_rope_head_dim" in config
+    if not is_whole and rotated and isinstance(head_dim, int) and 0 < rotated < head_dim:
         found["partial_rotary_factor"] = rotated / head_dim
     kind, factor = (_json(metadata, f"{prefix}.rope.scaling.{key}") for key in ("type", "factor"))
     kind = metadata.get(f"{prefix}.rope.scaling.type")
@@ -120,16 +142,24 @@ def renamed(family: Family, tensors: Iterable[TensorInfo]) -> Iterator[TensorInf
         is_stack = len(tensor.shape) == 3 and tensor.num_bytes and tensor.shape[0] <= MAX_EXPERTS
         if name is not None:
             if name in shared:
-                name = f"{name}.{stored}"
-            # llama.cpp keeps the gate of shared experts as a vector
-            is_row = module == "ffn_gate_inp_shexp" and len(tensor.shape) == 1
-            yield replace(tensor, name=before + name, shape=(1, *tensor.shape) if is_row else tensor.shape)
+                name = _part_name(name, stored)
+            shape = tensor.shape
+            if module == "ffn_gate_inp_shexp" and len(shape) == 1:  # llama.cpp keeps it as a vector
+                shape = (1, *shape)
+            elif family.rules.get(name) is GgufRule.SQUEEZED and len(shape) == 2:
+                shape = (shape[0], 1, shape[1])
+            yield replace(tensor, name=before + name, shape=shape)
         elif module == f"ffn_{part}_exps" and part in family.expert_parts and is_stack:
             for number in range(tensor.shape[0]):
                 name = family.experts.format(number=number, part=family.expert_parts[part])
                 yield _expert(tensor, f"{before}{name}.{leaf}", number)
         else:
             yield tensor
+
+
+def _part_name(name: str, stored: str) -> str:
+    """Return a name for a part of what transformers calls `name`: another parameter of the same module."""
+    return f"{name.rpartition('.')[0]}.{stored.replace('.', '_')}"
 
 
 def _expert(tensor: TensorInfo, name: str, number: int) -> TensorInfo:
@@ -176,7 +206,7 @@ def joined(family: Family, tensors: Mapping[str, TensorInfo]) -> dict[str, list[
         ValueError: some of those that are one are missing, or differ in form.
     """
     known = list(family.block.values())
-    shared = {f".{each}.{stored}": each for stored, each in family.block.items() if known.count(each) > 1}
+    shared = {f".{_part_name(each, stored)}": each for stored, each in family.block.items() if known.count(each) > 1}
     found: dict[str, dict[int, TensorInfo]] = {}
     needed: dict[str, int] = {}
     for name, tensor in tensors.items():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bigload.conversion.computed_tensor import Operand, OperandRows, num_rows, shape_of
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, OperandRows, num_rows, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ class TransposedExperts:
         """Return all of the experts that the rows are of: a row lies across them."""
         *_, outputs, inputs = shape_of(self.tensors[0])
         return [
-            OperandRows(each, expert * outputs, (expert + 1) * outputs, is_recent=True)
+            OperandRows(each, expert * outputs, (expert + 1) * outputs, is_recent=not isinstance(each, ComputedTensor))
             for expert in range(start // inputs, -(-stop // inputs))
             for each in self.tensors
         ]

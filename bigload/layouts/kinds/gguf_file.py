@@ -43,7 +43,10 @@ _F32, _F16, _Q8_0 = DTYPES["F32"], DTYPES["F16"], STORED_DTYPES["Q8_0"]
 _ALWAYS_F32 = (".ffn_gate_inp.", "_norm.", "position_embd.", "token_types.", ".ssm_conv1d.", ".shortconv.conv.")
 _FLOATS = ("_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping", "_scale", ".scale")
 _FLAGS = ("use_parallel_residual", "expert_weights_norm")
-_LEFT_OUT = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_LEFT_OUT = (
+    "rotary_emb.inv_freq",
+    *(f".{each}" for each in ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")),
+)
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 """`general.file_type`: llama.cpp's number of what most weights are."""
 
@@ -276,12 +279,8 @@ def _metadata(checkpoint: Checkpoint, family: Family, dtypes: list[DType]) -> di
             found[f"{architecture}.{key}"] = value
         elif isinstance(value, int | float) and not isinstance(value, bool):
             found[f"{architecture}.{key}"] = float(value) if key.endswith(_FLOATS) else int(value)
-    head_dim = _head_dim(config, family)
-    for key in ("attention.key_length", "attention.value_length"):
-        found[f"{architecture}.{key}"] = head_dim
-    share = _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    share = share if isinstance(share, int | float) and 0 < share <= 1 else 1
-    found[f"{architecture}.rope.dimension_count"] = int(head_dim * share)
+    sizes = _head_sizes(config, family) if "attention.head_count" in family.keys else {}
+    found |= {f"{architecture}.{key}": value for key, value in sizes.items()}
     found |= {f"{architecture}.{key}": value for key, value in family.fixed.items()}
     scaling = _rope(config)
     if scaling.get("rope_type", scaling.get("type")) == "linear":
@@ -298,6 +297,40 @@ def _metadata(checkpoint: Checkpoint, family: Family, dtypes: list[DType]) -> di
 def _file_type(dtypes: list[DType]) -> int:
     matrices = [dtype.name for dtype in dtypes if dtype != _F32 and dtype.name in _FILE_TYPES] or ["F32"]
     return _FILE_TYPES[max(set(matrices), key=matrices.count)]
+
+
+def _head_sizes(config: Mapping[str, object], family: Family) -> dict[str, int]:
+    """Return the keys that follow from several of config.json."""
+    found: dict[str, int] = {}
+    if config.get(family.keys.get("feed_forward_length", "")) is None:
+        hidden = config.get(family.keys["embedding_length"])
+        found["feed_forward_length"] = 4 * hidden if isinstance(hidden, int) else 0
+    if config.get(family.keys["context_length"]) is None:
+        found["context_length"] = 2048
+    if config.get("multi_query") is True:
+        found["attention.head_count_kv"] = 1
+    if GgufRule.LATENT_HEADS in family.rules.values():
+        sizes = [config.get(each) for each in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
+        latent, rotated, plain, value = (each if isinstance(each, int) else 0 for each in sizes)
+        return {
+            **found,
+            "attention.head_count_kv": 1,
+            "attention.key_length": latent + rotated,
+            "attention.value_length": latent,
+            "attention.key_length_mla": plain + rotated,
+            "attention.value_length_mla": value,
+            "rope.dimension_count": rotated,
+        }
+    head_dim = _head_dim(config, family)
+    share = _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
+    share = share if isinstance(share, int | float) and 0 < share <= 1 else 1
+    rotated = int(head_dim * share)
+    return {
+        **found,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": rotated,
+    }
 
 
 def _head_dim(config: Mapping[str, object], family: Family) -> int:
