@@ -12,8 +12,8 @@ from bigload.units import format_size
 class DetectedMemory:
     """Memory of one device, and how much of it was free when it was queried.
 
-    `source` is the tool of the maker (`nvidia-smi`), `MemAvailable` (the kernel) or `cgroup` (the limit of a control
-    group).
+    `source` is the tool of the maker (`nvidia-smi`), `torch`, `MemAvailable` (the kernel) or `cgroup` (the limit of a
+    control group).
 
     >>> print(DetectedMemory(device=Device("cpu"), total_bytes=32 * 2**30, free_bytes=20 * 2**30, source="cgroup"))
     cpu 20.00 GiB free of 32.00 GiB (cgroup)

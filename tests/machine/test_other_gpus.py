@@ -30,12 +30,31 @@ def amd_smi(*used_mib, total_mib=196592, unit="MB", is_new=True):
     return json.dumps({"gpu_data": entries} if is_new else entries)
 
 
-# The forms of `xpu-smi discovery -j` and `-d 0 -j`: doc/smi_user_guide.md and schemas of github.com/intel/xpumanager.
+# `amd-smi metric --json`, cut to the memory: on two MI300X under ROCm 7.2.1 (tests of github.com/AMD-AGI/Hyperloom),
+# and on a Radeon RX 6600 under an older one (README of github.com/luckylinux/supermicro-fan-control). Its MB are MiB:
+# the program divides by 1024 twice (amdsmi_cli/amdsmi_commands.py of github.com/ROCm/amdsmi).
+AMD_SMI_7 = """{"gpu_data": [
+{"gpu": 0, "mem_usage": {"total_vram": {"value": 196592, "unit": "MB"}, "used_vram": {"value": 17153, "unit": "MB"}}},
+{"gpu": 1, "mem_usage": {"total_vram": {"value": 196592, "unit": "MB"}, "used_vram": {"value": 284, "unit": "MB"}}}]}"""
+AMD_SMI_6 = """[{"gpu": 0, "xgmi_err": "N/A", "mem_usage": {
+"total_vram": {"value": 8176, "unit": "MB"}, "used_vram": {"value": 202, "unit": "MB"},
+"free_vram": {"value": 7974, "unit": "MB"}, "total_visible_vram": {"value": 8176, "unit": "MB"},
+"used_visible_vram": {"value": 202, "unit": "MB"}, "free_visible_vram": {"value": 7974, "unit": "MB"},
+"total_gtt": {"value": 64357, "unit": "MB"}, "used_gtt": {"value": 65, "unit": "MB"},
+"free_gtt": {"value": 64292, "unit": "MB"}}}]"""
+
+# `xpu-smi discovery -j` and `-d 0 -j` on two Data Center GPU Max 1100 (tests of github.com/2maz/slurm-monitor), and the
+# properties of a card of two tiles (examples of the REST interface of github.com/intel/xpumanager); shortened.
 DEVICES = """{"device_list": [
-{"device_id": 0, "device_name": "Intel(R) Graphics [0x020a]", "device_type": "GPU", "pci_bdf_address": "0000:4d:00.0"},
-{"device_id": 1, "device_name": "Intel(R) Graphics [0x020a]", "device_type": "GPU", "pci_bdf_address": "0000:8a:00.0"}
-]}"""
-DEVICE = '{"device_id": 0, "memory_physical_size_byte": "34359738368", "memory_free_size_byte": "34206572544"}'
+{"device_function_type": "physical", "device_id": 0, "device_name": "Intel(R) Data Center GPU Max 1100",
+ "device_type": "GPU", "drm_device": "/dev/dri/card1", "pci_bdf_address": "0000:29:00.0"},
+{"device_function_type": "physical", "device_id": 1, "device_name": "Intel(R) Data Center GPU Max 1100",
+ "device_type": "GPU", "drm_device": "/dev/dri/card2", "pci_bdf_address": "0000:9a:00.0"}]}"""
+DEVICE = """{"device_id": 0, "device_stepping": "B4", "max_mem_alloc_size_byte": "48946688000",
+"memory_ecc_state": "enabled", "memory_free_size_byte": "51493543936", "memory_physical_size_byte": "51522830336",
+"number_of_tiles": "1", "serial_number": "unknown"}"""
+TWO_TILES = """{"memory_free_size_byte": "34090999808", "memory_physical_size_byte": "34359738368",
+"number_of_tiles": "2"}"""
 
 
 def free_mib(found):
@@ -45,6 +64,19 @@ def free_mib(found):
 def test_rocm_smi_says_bytes():
     (memory,) = read_amd_gpus(ROCM_SMI, {}, source="rocm-smi").memory
     assert (memory.total_bytes, memory.free_bytes) == (536870912, 536870912 - 482263040)
+
+
+def test_recorded_answers_of_amd_smi_are_understood():
+    assert free_mib(read_amd_gpus(AMD_SMI_7, {}, source="amd-smi")) == {
+        "cuda:0": 196592 - 17153,
+        "cuda:1": 196592 - 284,
+    }
+    assert free_mib(read_amd_gpus(AMD_SMI_6, {}, source="amd-smi")) == {"cuda:0": 7974}
+
+
+def test_what_amd_smi_says_instead_of_an_answer_is_quoted():
+    found = read_amd_gpus("Invalid platform\n", {}, source="amd-smi")
+    assert found.missing == 'amd-smi finds no GPU and says "Invalid platform"'
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -94,10 +126,25 @@ def test_a_warning_before_the_answer_is_passed_over():
 def test_intel_gpus_are_numbered_as_xpu():
     assert read_device_numbers(DEVICES) == [0, 1]
     found = read_intel_gpus({0: DEVICE, 1: DEVICE}, {"ZE_AFFINITY_MASK": "1"})
-    assert free_mib(found) == {"xpu:0": 34206572544 // MIB}
+    assert free_mib(found) == {"xpu:0": 51493543936 // MIB}
+    assert found.notes == ()
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "error", DEVICE.replace("34206572544", "N/A")])
+@pytest.mark.parametrize(
+    ("environ", "free"),
+    [
+        ({}, [34090999808 // 2, 34090999808 // 2, 51493543936]),
+        ({"ZE_AFFINITY_MASK": "1,2"}, [34090999808 // 2, 51493543936]),
+        ({"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE", "ZE_AFFINITY_MASK": "0"}, [34090999808]),
+    ],
+)
+def test_each_tile_is_a_device_unless_cards_are_asked_for(environ, free):
+    found = read_intel_gpus({0: TWO_TILES, 1: DEVICE}, environ)
+    assert [memory.free_bytes for memory in found.memory] == free
+    assert bool(found.notes) == ("ZE_FLAT_DEVICE_HIERARCHY" not in environ)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "error", DEVICE.replace("51493543936", "N/A")])
 def test_an_intel_gpu_that_does_not_say_what_is_free_is_of_unknown_size(text):
     found = read_intel_gpus({0: text}, {})
     assert found.memory == ()

@@ -45,7 +45,9 @@ def read_amd_gpus(text: str, environ: Mapping[str, str], *, source: str) -> Dete
     """Return what `text`, the answer of `source`, means under these variables."""
     gpus = sorted(_gpus(text), key=lambda gpu: gpu.index)
     if not gpus:
-        return DetectedGpus(missing=f"{source} finds no GPU")
+        first = text.strip().partition("\n")[0]  # an amd-smi of another release says "Invalid platform" and ends with 0
+        says = "" if first[:1] in ("", "[", "{") else f' and says "{first:.100}"'
+        return DetectedGpus(missing=f"{source} finds no GPU{says}")
     visible = gpus
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         listed = environ.get(name)

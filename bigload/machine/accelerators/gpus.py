@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from bigload.machine.accelerators.amd_gpus import detect_amd_gpus
 from bigload.machine.accelerators.intel_gpus import detect_intel_gpus
 from bigload.machine.accelerators.nvidia_gpus import detect_nvidia_gpus
+from bigload.machine.accelerators.torch_accelerators import detect_by_torch
 from bigload.machine.accelerators.vendor_tool import PATIENCE_SECONDS
 from bigload.machine.detected import DetectedGpus
 
@@ -15,9 +16,13 @@ from bigload.machine.detected import DetectedGpus
 def detect_gpus(*, environ: Mapping[str, str] = os.environ, patience_seconds: float = PATIENCE_SECONDS) -> DetectedGpus:
     """Return the GPUs that a program with these variables would see, and what is free on each.
 
-    `cuda:N` are NVIDIA's, or AMD's where no tool of NVIDIA finds one; `xpu:N` are Intel's. Never raises: a tool that is
-    missing, fails or does not answer in time is a reason why there are none.
+    `cuda:N` are NVIDIA's, or AMD's where no tool of NVIDIA finds one; `xpu:N` are Intel's. Where this process uses GPUs
+    by torch already, torch is asked instead. Never raises: a tool that is missing, fails or does not answer in time is
+    a reason why there are none.
     """
+    by_torch = detect_by_torch() if environ is os.environ else None
+    if by_torch is not None:
+        return by_torch
     asked = [
         detect_nvidia_gpus(environ, patience_seconds=patience_seconds),
         detect_amd_gpus(environ, patience_seconds=patience_seconds),
