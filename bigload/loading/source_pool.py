@@ -46,8 +46,7 @@ class SourcePool:
     def _lent(self, file: str) -> ByteSource:
         """Return the source of a file with one more user. Others need not wait while it is opened: that may be slow."""
         with self._changed:
-            while file in self._opening:
-                self._changed.wait()
+            self._changed.wait_for(lambda: file not in self._opening)
             found = self._open.pop(file, None) or self._maps.get(file)
             if found is not None:
                 self._users[file] += 1

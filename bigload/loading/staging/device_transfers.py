@@ -79,8 +79,7 @@ class Transfers:
         """
         with self._recorder.span(Phase.WAIT):
             with self._lock:
-                while not self._free and self._ended_by is None:
-                    self._returned.wait()
+                self._returned.wait_for(lambda: self._free or self._ended_by is not None)
                 if self._ended_by is not None:
                     raise self._ended_by
                 block = self._free.popleft()  # the longest there: its copies end first, the stream keeps their order
