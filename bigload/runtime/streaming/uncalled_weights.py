@@ -66,7 +66,9 @@ def _chains(code: CodeType, own: str) -> Iterator[list[str]]:
             continue
         if chain:
             yield chain
-        chain, is_own = [], instruction.opname in ("LOAD_FAST", "LOAD_DEREF") and instruction.argval == own
+        loaded = instruction.argval  # two names, where Python 3.13 and later load both by one instruction
+        is_local = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
+        chain, is_own = [], is_local and (loaded[-1] if isinstance(loaded, tuple) else loaded) == own
     # what is last is returned or raised, so no chain is left
 
 

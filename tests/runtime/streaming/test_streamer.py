@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -358,6 +359,7 @@ def test_two_models_stream_from_one_checkpoint_side_by_side(plain, folder):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a finaliser
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 may raise between taking a lock and its `with`")
 def test_an_interrupt_never_leaves_the_queue_of_the_thread_locked():
     class Worker:
         def work(self, block):
