@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,8 @@ from bigload.planning.model.config import ModelConfig
 from bigload.planning.tensor_parallel.families import family_rules
 from bigload.planning.tensor_parallel.rule_styles import RULE_STYLES, RuleStyle, Side
 from bigload.planning.tensor_parallel.rules import Rule, RuleSet
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 OUT_IN = (-2, -1)
 LINEAR_TENSORS: Mapping[str, tuple[int | None, int | None]] = {
@@ -199,4 +202,4 @@ def generic_name(name: str) -> str:
     >>> generic_name("h.11.mlp.experts.3.w1")
     'h.*.mlp.experts.*.w1'
     """
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+    return _NUMBER.sub("*", name)
