@@ -44,6 +44,8 @@ LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 48,
 }
+GROUPS = {"n_group": 2, "topk_group": 1}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 GPT2 = {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 128}
 CASES = {
     "llama": {},
@@ -78,10 +80,12 @@ CASES = {
     "smollm3": LAYERS,
     "exaone4": {"head_dim": 32, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
-    "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    "deepseek_v3": {**LATENT, **GROUPS, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     "deepseek_v2": LATENT,
     "glm4_moe": {**ROUTED, "head_dim": 32, "use_qk_norm": True},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2},
+    "qwen3 with YaRN": {"head_dim": 64, "rope_parameters": YARN},
+    "deepseek_v3 with YaRN": {**LATENT, **GROUPS, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "gpt2": GPT2,
     "bloom": {"n_head": 4, "n_layer": 2},
     "falcon": {},
@@ -100,7 +104,7 @@ def case(request, tmp_path_factory):
     """A model of the family in a folder, and the GGUF file written of it."""
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(request.param, **{**SIZES, **CASES[request.param]})
+    config = transformers.AutoConfig.for_model(request.param.split()[0], **{**SIZES, **CASES[request.param]})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:

@@ -95,15 +95,17 @@ def _rope(metadata: Mapping[str, str], prefix: str, config: Mapping[str, object]
     if kind == "linear":
         found["rope_scaling"] = {"rope_type": kind, "factor": factor}
     elif kind == "yarn":
+        scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
         length = _number(metadata, f"{prefix}.rope.scaling.original_context_length")
-        found["rope_scaling"] = {
-            "rope_type": kind,
-            "factor": factor,
-            "original_max_position_embeddings": length,
-            "beta_fast": 32.0,  # this and the next are llama.cpp's where a file has none
-            "beta_slow": 1.0,
-            "truncate": False,
-        }
+        scaling["original_max_position_embeddings"] = length
+        for key, value in (("beta_fast", 32.0), ("beta_slow", 1.0)):  # llama.cpp's where a file has none
+            scaling[key] = _number(metadata, f"{prefix}.rope.scaling.yarn_{key}") or value
+        share = _number(metadata, f"{prefix}.rope.scaling.yarn_log_multiplier")
+        if share:
+            scaling["mscale"] = scaling["mscale_all_dim"] = round(10 * share, 6)  # stored as float32
+        if config.get("model_type") == "gpt_oss":
+            scaling["truncate"] = False
+        found["rope_scaling"] = scaling
     return found
 
 

@@ -282,10 +282,7 @@ def _metadata(checkpoint: Checkpoint, family: Family, dtypes: list[DType]) -> di
     sizes = _head_sizes(config, family) if "attention.head_count" in family.keys else {}
     found |= {f"{architecture}.{key}": value for key, value in sizes.items()}
     found |= {f"{architecture}.{key}": value for key, value in family.fixed.items()}
-    scaling = _rope(config)
-    if scaling.get("rope_type", scaling.get("type")) == "linear":
-        found[f"{architecture}.rope.scaling.type"] = "linear"
-        found[f"{architecture}.rope.scaling.factor"] = float(_positive(scaling, "factor"))
+    found |= {f"{architecture}.rope.scaling.{key}": value for key, value in _scaling(config).items()}
     for key, known in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
         value = config.get(known)
         value = value[0] if isinstance(value, list) and value else value
@@ -343,6 +340,28 @@ def _head_dim(config: Mapping[str, object], family: Family) -> int:
     return hidden // heads
 
 
+def _scaling(config: Mapping[str, object]) -> dict[str, str | int | float]:
+    """Return the keys of a rotary embedding that is scaled by one factor."""
+    scaling = _rope(config)
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in ("linear", "yarn"):
+        return {}
+    found: dict[str, str | int | float] = {"type": str(kind), "factor": _positive(scaling, "factor")}
+    if kind == "linear":
+        return found
+    share = scaling.get("mscale_all_dim")
+    for key, expected in (("truncate", True), ("attention_factor", None), ("mscale", share)):
+        if scaling.get(key, expected) != expected:
+            text = f"rotary embeddings of YaRN whose {key} is {expected!r}, as llama.cpp computes"
+            raise _refusal(f"{text}; it is {scaling[key]!r:.100}")
+    found["original_context_length"] = int(_positive(scaling, "original_max_position_embeddings"))
+    for key, value in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        found[f"yarn_{key}"] = _positive({key: scaling.get(key) or value}, key)
+    if isinstance(share, int | float):
+        found["yarn_log_multiplier"] = 0.1 * share  # as llama.cpp has it of DeepSeek
+    return found
+
+
 def _local_rope_theta(config: Mapping[str, object]) -> object:
     """Return the base of the rotary embedding in layers with a window; transformers 5 has another key than 4."""
     parameters = config.get("rope_parameters")
@@ -370,10 +389,10 @@ def rope_factors(config: Mapping[str, object], family: Family) -> tuple[float, .
     """
     scaling = _rope(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in ("default", "linear"):
+    if kind in ("default", "linear", "yarn"):
         return ()
     if kind != "llama3":
-        raise _refusal(f"a model with plain, linear or llama3 rotary embeddings; this one has {kind!r:.100}")
+        raise _refusal(f"a model with plain, linear, YaRN or llama3 rotary embeddings; this one has {kind!r:.100}")
     base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
     if not isinstance(base, int | float) or base <= 0:
         raise _refusal(f"a config.json with a rope_theta above 0; found {base!r:.100}")

@@ -170,7 +170,8 @@ def test_frequencies_of_llama_3_1_are_divided_by_their_wavelength(tmp_path):
     [
         ({"model_type": "words"}, "this one is 'words'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "not quantised"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "this one has 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "this one has 'longrope'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is True, as llama.cpp"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor above 0; found None"),
         (
             {"model_type": "qwen3_moe", "norm_topk_prob": False},
