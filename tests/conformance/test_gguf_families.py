@@ -46,9 +46,9 @@ LATENT = {
 }
 GROUPS = {"n_group": 2, "topk_group": 1}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-GPT2 = {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 128}
+GPT2 = {"intermediate_size": 512, "n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 128}
 CASES = {
-    "llama": {},
+    "llama": {"attention_bias": True},
     "mistral": {},
     "mixtral": {"num_local_experts": 4},
     "qwen2": {"tie_word_embeddings": True},
@@ -59,7 +59,7 @@ CASES = {
     "gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64},
     "gemma3_text": {"head_dim": 64, "query_pre_attn_scalar": 64},
     "phi3": {},
-    "glm4": {"head_dim": 32},
+    "glm4": {"head_dim": 32, "attention_bias": True},
     "olmo2": {},
     "granite": {
         "attention_multiplier": 0.2,
@@ -68,13 +68,14 @@ CASES = {
         "logits_scaling": 2.0,
     },
     "cohere": {"logit_scale": 0.5},
+    "cohere of 64 layers": {"use_qk_norm": True, "num_hidden_layers": 64},
     "cohere2": {"head_dim": 32, "sliding_window": 8, **LAYERS},
     "starcoder2": {},
-    "stablelm": {},
+    "stablelm": {"use_qkv_bias": True},
     "phi": {},
     "nemotron": {},
     "arcee": {},
-    "seed_oss": {"head_dim": 32},
+    "seed_oss": {"head_dim": 32, "attention_bias": False},
     "ernie4_5": {"head_dim": 32},
     "hunyuan_v1_dense": {"head_dim": 32},
     "smollm3": LAYERS,
@@ -91,10 +92,11 @@ CASES = {
     "falcon": {},
     "gpt_neox": {"num_key_value_heads": 4},
     "mamba": {"state_size": 16, "intermediate_size": 256},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32, "intermediate_size": 192},
 }
 READ_BY_TRANSFORMERS = {
     *("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "starcoder2", "stablelm", "nemotron"),
-    *("bloom", "falcon", "mamba"),
+    *("bloom", "falcon", "mamba", "lfm2"),
 }
 """transformers 5.23 has tables of more, but builds another model of the file (head sizes, experts), or none."""
 
@@ -120,11 +122,13 @@ def case(request, tmp_path_factory):
     made.train_from_iterator(["The quick brown fox jumps over the lazy dog. "] * 9, trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder / "in")
     bigload.reshard(folder / "in", folder / "out", layout="gguf", dtype="fp32")
+    (folder / "alone").mkdir()  # without the config.json that was copied, which readers prefer
+    (folder / "out" / "model.gguf").rename(folder / "alone" / "model.gguf")
     return SimpleNamespace(
         family=request.param,
         model=transformers.AutoModelForCausalLM.from_pretrained(folder / "in").eval(),
         folder=folder / "in",
-        file=folder / "out" / "model.gguf",
+        file=folder / "alone" / "model.gguf",
         tokenizer=made,
     )
 

@@ -44,6 +44,8 @@ _COUNTS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
+_BIAS = {"attention_bias": ".self_attn.q_proj.bias"}
+_QK_NORM = {**_BIAS, "use_qk_norm": ".self_attn.q_norm.weight"}
 _RMS_NORM = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _SIZES = {**_COUNTS, **_RMS_NORM}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
@@ -94,6 +96,7 @@ class Family:
         fixed: Keys of the metadata that no config has, or that other keys follow from.
         builtin: Values of config.json that llama.cpp computes by without a key; a model with others is refused.
         defaults: Values of config.json that the class has otherwise, for a file that was read.
+        flags: Keys of config.json that are true if there is a tensor with such an ending.
         activations: What config.json may name as the activation; several names are the same for llama.cpp.
         rules: What happens to values, by module or tensor of a block in transformers.
         window_every: Of so many blocks, all but the last have a window, where there are any.
@@ -114,6 +117,7 @@ class Family:
     fixed: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     builtin: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=lambda: _BIAS)
     activations: tuple[str, ...] = ("silu", "swish")
     rules: Mapping[str, GgufRule] = field(default_factory=dict)
     window_every: int = 0
@@ -141,6 +145,7 @@ _COHERE = Family(
     block={**_ATTENTION, **_MLP, "attn_norm": "input_layernorm"},
     keys={**_LAYER_NORM, "logit_scale": "logit_scale"},
     fixed={"rope.scaling.type": "none"},
+    flags=_QK_NORM,
     is_tied=True,
 )
 _OLMO2 = Family(
@@ -215,10 +220,11 @@ _ALL = (
         expert_parts={"gate": "w1", "up": "w3", "down": "w2"},
         keys={**_SIZES, **_LOCAL_EXPERTS},
     ),
-    Family(architecture="qwen2", model_type="qwen2", model_class="Qwen2ForCausalLM"),
+    Family(architecture="qwen2", flags={}, model_type="qwen2", model_class="Qwen2ForCausalLM"),
     Family(architecture="qwen3", model_type="qwen3", model_class="Qwen3ForCausalLM"),
     Family(
         architecture="qwen2moe",
+        flags={},
         model_type="qwen2_moe",
         model_class="Qwen2MoeForCausalLM",
         block={**_ATTENTION, **_NORMS, **_MOE_GATE, **_SHARED_EXPERT},
@@ -265,6 +271,7 @@ _ALL = (
     ),
     Family(
         architecture="gpt-oss",
+        flags={},
         model_type="gpt_oss",
         model_class="GptOssForCausalLM",
         block={
@@ -307,6 +314,8 @@ _ALL = (
     replace(_COHERE, architecture="cohere2", model_type="cohere2", model_class="Cohere2ForCausalLM", window_every=4),
     Family(
         architecture="starcoder2",
+        flags={"use_bias": ".self_attn.q_proj.bias"},
+        defaults={"use_bias": False},
         model_type="starcoder2",
         model_class="Starcoder2ForCausalLM",
         block={**_ATTENTION, **_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
@@ -317,11 +326,13 @@ _ALL = (
         architecture="stablelm",
         model_type="stablelm",
         model_class="StableLmForCausalLM",
+        flags={"use_qkv_bias": ".self_attn.q_proj.bias"},
         block={**_ATTENTION, **_MLP, **_NORMS},
         keys={**_LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
     ),
     Family(
         architecture="phi2",
+        flags={},
         model_type="phi",
         model_class="PhiForCausalLM",
         root={**_ROOT, "output_norm": "model.final_layernorm"},
@@ -356,6 +367,7 @@ _ALL = (
         architecture="seed_oss",
         model_type="seed_oss",
         model_class="SeedOssForCausalLM",
+        defaults={"attention_bias": False},
         block={
             **_ATTENTION,
             **_MLP,
@@ -419,6 +431,7 @@ _ALL = (
         },
         keys={**_SIZES, **_MIXTURE},
         fixed=_SIGMOID,
+        flags=_QK_NORM,
     ),
     replace(
         _GRANITE,
@@ -437,6 +450,7 @@ _ALL = (
         rules={**_TURNED, "block_sparse_moe.input_linear": GgufRule.PAIR},
     ),
     Family(
+        defaults={"activation_function": "gelu_new"},
         architecture="gpt2",
         model_type="gpt2",
         model_class="GPT2LMHeadModel",
@@ -555,6 +569,32 @@ _ALL = (
         },
         fixed={"context_length": 2**20, "feed_forward_length": 0, "attention.head_count": 0},
         rules={"mixer.conv1d.weight": GgufRule.SQUEEZED, "mixer.A_log": GgufRule.NEGATED_EXPONENTIAL},
+        is_tied=True,
+    ),
+    Family(
+        architecture="lfm2",
+        model_type="lfm2",
+        model_class="Lfm2ForCausalLM",
+        root={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+        block={
+            **_ATTENTION,
+            "attn_norm": "operator_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        keys={**_COUNTS, "attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        builtin={"conv_bias": False},
+        defaults={"block_auto_adjust_ff_dim": False},
+        flags={},
+        rules={"conv.conv.weight": GgufRule.SQUEEZED},
         is_tied=True,
     ),
 )

@@ -21,6 +21,7 @@ from bigload.checkpoint.model import Shard, Span, TensorInfo
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 MAX_EXPERTS = 4096
+MAX_LAYERS = 4096
 
 
 def family_of(shard: Shard) -> Family | None:
@@ -50,6 +51,17 @@ def config_of(shard: Shard, family: Family, tensors: Mapping[str, TensorInfo]) -
     found |= {**family.builtin, **family.defaults}
     if GgufRule.LATENT_HEADS in family.rules.values():
         found |= _latent_sizes(metadata, prefix, found)
+    found |= {key: True for key, ending in family.flags.items() if any(name.endswith(ending) for name in tensors)}
+    head_dim, hidden, heads = (found.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    if family.model_type in ("gemma2", "gemma3_text") and isinstance(hidden, int) and isinstance(heads, int):
+        is_27b = found.get("num_hidden_layers") in (46, 62)  # for which llama.cpp has another one
+        found["query_pre_attn_scalar"] = hidden // max(heads, 1) if is_27b else head_dim
+    by_layer = _json(metadata, f"{prefix}.attention.head_count_kv")
+    if family.model_type == "lfm2" and isinstance(by_layer, list):
+        found["layer_types"] = ["full_attention" if count else "conv" for count in by_layer]
+    num_layers = found.get("num_hidden_layers")
+    if family.builtin.get("sliding_window", True) is None and isinstance(num_layers, int) and num_layers < MAX_LAYERS:
+        found["layer_types"] = ["full_attention"] * num_layers
     embedding = tensors.get(f"{family.root['token_embd']}.weight")
     if embedding is not None and embedding.shape:
         found["vocab_size"] = embedding.shape[0]

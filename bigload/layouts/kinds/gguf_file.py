@@ -282,6 +282,10 @@ def _metadata(checkpoint: Checkpoint, family: Family, dtypes: list[DType]) -> di
     sizes = _head_sizes(config, family) if "attention.head_count" in family.keys else {}
     found |= {f"{architecture}.{key}": value for key, value in sizes.items()}
     found |= {f"{architecture}.{key}": value for key, value in family.fixed.items()}
+    kinds, count = config.get("layer_types"), config.get("num_key_value_heads")
+    if family.model_type == "lfm2" and isinstance(kinds, list) and isinstance(count, int):
+        found[f"{architecture}.attention.head_count_kv"] = [count if kind == "full_attention" else 0 for kind in kinds]
+        found[f"{architecture}.feed_forward_length"] = _adjusted_length(config)
     found |= {f"{architecture}.rope.scaling.{key}": value for key, value in _scaling(config).items()}
     for key, known in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
         value = config.get(known)
@@ -294,6 +298,17 @@ def _metadata(checkpoint: Checkpoint, family: Family, dtypes: list[DType]) -> di
 def _file_type(dtypes: list[DType]) -> int:
     matrices = [dtype.name for dtype in dtypes if dtype != _F32 and dtype.name in _FILE_TYPES] or ["F32"]
     return _FILE_TYPES[max(set(matrices), key=matrices.count)]
+
+
+def _adjusted_length(config: Mapping[str, object]) -> int:
+    """Return the inner size of LFM2's feed-forward layers: two thirds, times a factor, rounded up."""
+    names = ("block_ff_dim", "intermediate_size", "block_ffn_dim_multiplier", "block_multiple_of")
+    stated, usual, factor, step = (value if isinstance(value := config.get(each), int | float) else 0 for each in names)
+    length = stated or usual
+    if config.get("block_auto_adjust_ff_dim", True) is not True:
+        return int(length)
+    length = int((factor or 1) * int(2 * length / 3))
+    return int(step or 1) * -(-length // int(step or 1))
 
 
 def _head_sizes(config: Mapping[str, object], family: Family) -> dict[str, int]:
