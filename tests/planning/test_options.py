@@ -106,7 +106,7 @@ def test_what_cannot_be_is_refused_with_the_word_that_is_wrong(wrong, text):
 
 
 def test_an_option_that_does_not_exist_is_not_passed_over():
-    with pytest.raises(TypeError, match="no option contxt; known are policy, context"):
+    with pytest.raises(TypeError, match="no option contxt; known are context, batch"):
         options_of(contxt=8192)
 
 
