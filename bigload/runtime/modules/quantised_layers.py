@@ -138,11 +138,13 @@ def _say(settings: Any, name: str, value: object) -> None:
 
 def _refuse_unpacking(quantizer: Any, method: str) -> None:
     if getattr(quantizer.quantization_config, "dequantize", False):
-        raise _cannot(method, "its layers compute on accelerators only; transformers would unpack all weights instead")
+        reason = "its layers compute on accelerators only; transformers would unpack all weights instead"
+        raise _cannot(
+            method, reason, "bigload reshard MODEL OUT --dequantize bf16 writes plain weights, which run here"
+        )
 
 
-def _cannot(method: str, reason: str) -> LoadError:
+def _cannot(method: str, reason: str, hint: str = "docs/running.md lists what each method needs") -> LoadError:
     return LoadError(
-        f"weights quantised by {method} cannot be used on this machine: {reason}",
-        hint="docs/running.md lists what each method needs; nothing was loaded",
+        f"weights quantised by {method} cannot be used on this machine: {reason}", hint=f"{hint}; nothing was loaded"
     )
