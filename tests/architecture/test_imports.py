@@ -137,6 +137,7 @@ from bigload_cli import app; sys.argv[1:] = "bench-load tiny --runs 1 --threads 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_torch_does_not_warn_of_a_missing_numpy():
     assert "NumPy" not in run_python(WITHOUT_NUMPY).stderr

@@ -38,6 +38,7 @@ def test_every_part_runs_or_says_why_not(tmp_path):
         assert "Not run: " in parts[name]
 
 
+@pytest.mark.slow
 def test_a_part_by_itself_names_hardware_and_versions(tmp_path):
     code, document, errors = dry_run(tmp_path / "gpu.md", "--only", "streaming")
     assert code == 0, document + errors

@@ -6,6 +6,7 @@ them anew; then look at every difference before it is committed.
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,16 +66,24 @@ def tiny_plan(run):
     assert run("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB -o tiny.json").code == 0
 
 
-@pytest.fixture
-def splits(here):
-    make_split(here / "split")
-    damaged = make_split(here / "damaged")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("golden")
+    make_split(folder / "split")
+    damaged = make_split(folder / "damaged")
     (damaged / "config.json").write_text("{}")
     for file in (damaged / "cpu" / "model.safetensors", damaged / "cuda-0" / "model.safetensors.index.json"):
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     (damaged / "cuda-0" / "model.safetensors").unlink()
     (damaged / "cuda-0" / "model-00001-of-00002.safetensors").touch()
+    return folder
+
+
+@pytest.fixture
+def splits(made, here):
+    for folder in made.iterdir():
+        shutil.copytree(folder, here / folder.name, copy_function=os.link)
 
 
 def compare(name: str, command: str, text: str) -> None:

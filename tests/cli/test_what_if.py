@@ -201,8 +201,8 @@ WISHES = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("name", MODELS)
 @given(
+    name=st.sampled_from(list(MODELS)),
     shares=st.tuples(st.floats(0, 1.3), st.floats(0, 1.3), st.sampled_from([None, 0, 0.5])),
     question=QUESTIONS,
     wishes=WISHES,

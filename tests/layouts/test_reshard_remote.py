@@ -78,8 +78,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("scheme", ["hub", "https"])
+@pytest.mark.parametrize(("scheme", "options"), [*(("hub", each) for each in LAYOUTS.values()), ("https", {"tp": 4})])
 def test_every_layout_and_dtype_is_what_it_is_from_a_folder(served, tmp_path, options, scheme):
     remote = "org/tiny" if scheme == "hub" else served.serve("files", served.source)
     bigload.reshard(served.source, tmp_path / "local", **options)
@@ -311,11 +310,8 @@ def test_a_signal_does_not_wait_for_the_server(served, tmp_path, number):
     assert bigload.verify(tmp_path / "out").ok
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(("--layout", "shards"), marks=pytest.mark.slow), ("--tp", "8")],
-    ids=["shards", "ranks"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--layout", "shards"), ("--tp", "8")], ids=["shards", "ranks"])
 def test_memory_does_not_grow_with_the_model(served, tmp_path, options):
     """192 MiB of zeros that take no place on a disk: 128 MiB beside the interpreter are enough for any size."""
     folder = tmp_path / "large"

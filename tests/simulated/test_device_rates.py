@@ -1,9 +1,14 @@
 import torch
 
+from bigload.bench import device_rates
 from bigload.bench.device_rates import DTYPES_MEASURED, device_profile
+from bigload.units import MIB
 
 
-def test_an_accelerator_is_measured_with_its_link(simulation):
+def test_an_accelerator_is_measured_with_its_link(simulation, monkeypatch):
+    monkeypatch.setattr(device_rates, "_LINK_BYTES", MIB)
+    monkeypatch.setattr(device_rates, "_FIRST_SIZE", 64)
+    monkeypatch.setattr(device_rates, "_LAST_SIZE", 128)
     words = []
     found = device_profile(
         torch.device("sim:1"), name="simulated", weight_bytes=64 * 2**20, seconds=0.0, on_run=words.append

@@ -10,7 +10,9 @@ from bigload.dtypes import DTYPES
 from bigload.errors import BigloadError, CheckpointError, InvalidCheckpointError, ReadError
 from bigload.layouts.transforms import packed_modules
 from bigload.layouts.transforms.dequantize import Dequantize
+from bigload.layouts.writing import windows, writer
 from bigload.loading.staging import row_computer
+from bigload.units import KIB
 
 torch = pytest.importorskip("torch")
 safe = pytest.importorskip("safetensors.torch")
@@ -131,7 +133,9 @@ def test_experts_of_mxfp4_are_those_of_transformers(tmp_path):
 
 
 def test_an_operand_is_read_once_for_all_windows(tmp_path, monkeypatch):
-    tensors, weight = _gptq(4, 1024, 8192, 128)  # 4 windows of bfloat16
+    monkeypatch.setattr(windows, "LEAST_CUT_BYTES", 16 * KIB)
+    monkeypatch.setattr(writer, "window_bytes", lambda _: 16 * KIB)
+    tensors, weight = _gptq(4, 128, 256, 128)  # 4 windows of bfloat16
     reads = []
     read = row_computer.RowComputer._read
     monkeypatch.setattr(
