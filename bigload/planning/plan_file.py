@@ -299,12 +299,12 @@ def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") 
         StalePlanError: shards changed, vanished or came; `.changes` has a line for each.
         InvalidPlanError: the device map leaves a tensor out, or holds other bytes than the plan claims.
     """
-    check_subject(plan, checkpoint, source=source)
     if plan.options.quantize:
         scheme = plan.options.quantize
         hint = f"write them first (bigload reshard {checkpoint.path} OUT --quantize {scheme}), then plan OUT"
         text = f"{source} is for weights in {scheme}, and those of {checkpoint.path} are not"
         raise InvalidPlanError(text, hint=hint)
+    check_subject(plan, checkpoint, source=source)
     _check_names(plan, checkpoint, source)
     if plan.resident_experts is not None and (problem := _resident_problem(plan, plan.resident_experts, checkpoint)):
         refuse_plan(source, problem)

@@ -27,7 +27,7 @@ from unittest import mock
 import pytest
 import typer
 
-from bigload_cli import output, progress
+from bigload_cli import output, progress, verbs
 from bigload_cli.app import main
 from make import load_recipe, make
 
@@ -46,8 +46,12 @@ class Outcome:
 
 @pytest.fixture(scope="session", autouse=True)
 def parser():
-    """Build the parser of the command line once: a program needs one, and takes longer for it than for most answers."""
-    with mock.patch.object(typer.main, "get_command", functools.cache(typer.main.get_command)):
+    """Build the parser of each verb once: a program needs one, and takes longer for it than for most answers."""
+    app_of = functools.cache(verbs.app_of)
+    with (
+        mock.patch.object(typer.main, "get_command", functools.cache(typer.main.get_command)),
+        mock.patch.object(verbs, "app_of", lambda names, **options: app_of(tuple(names), **options)),
+    ):
         yield
 
 
