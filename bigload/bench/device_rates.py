@@ -1,4 +1,4 @@
-"""What a device of torch does in a second: products with one token and of large matrices, copies, small operations.
+"""Rates of a device of torch: products with one token and of large matrices, copies, small operations.
 
 Matrices are those of a block of Llama 3 8B, cut from more memory than caches hold, and taken in turn as a forward does.
 """

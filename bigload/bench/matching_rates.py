@@ -1,4 +1,4 @@
-"""What loading a model takes beside its bytes: its tensors matched with those of the files, and hooks attached."""
+"""Time of loading a model beside its bytes: its tensors matched with those of the files, and hooks attached."""
 
 from __future__ import annotations
 

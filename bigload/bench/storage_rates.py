@@ -1,4 +1,4 @@
-"""What disk and RAM of a machine do in a second, by reads of a checkpoint: a given one, or a temporary file.
+"""Rates of disk and RAM of a machine, by reads of a checkpoint: a given one, or a temporary file.
 
 The disk is read as `raw_limit` does, maps as streamed blocks are, and RAM as `bigload.load` does, also from cold files.
 No torch is needed but for these loads.

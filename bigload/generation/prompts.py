@@ -1,4 +1,4 @@
-"""What a model is asked: a text or messages, one or a file of them, and how many tokens there is room for."""
+"""Prompts of a model: a text or messages, one or a file of them, and how many tokens there is room for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the values of two tensors are apart."""
+"""Distance between the values of two tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measured profile depends on: CPU, RAM, GPUs and the file system; asked of the kernel in well under 1 ms."""
+"""Hardware that a measured profile depends on: CPU, RAM, GPUs, file system; asked of the kernel in well under 1 ms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine does in a second: bytes of its disk, RAM and links, and weights and products of each of its devices.
+"""Rates of a machine: bytes a second of its disk, RAM and links, and weights and products of each of its devices.
 
 A profile is measured (`bigload measure`), or comes from public figures (`known_machines.py`); its file is
 `bigload.profile/1.1`, JSON.

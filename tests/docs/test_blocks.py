@@ -14,8 +14,10 @@ import ast
 import gc
 import inspect
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -23,12 +25,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 import bigload
+from bigload.checkpoint.source import open_checkpoint
 from bigload.planning.options import PlanKeywords
 from bigload_cli.app import main as bigload_main
 from bigload_cli.verbs import VERBS
 from make import load_recipe, make
+from make import main as make_main
 
 ROOT = Path(__file__).parents[2]
 GENERATED = {"cli.md"}
@@ -121,6 +126,38 @@ def test_the_blocks_of_a_page_run_with_the_packages_that_they_need(run, page):
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
     run_blocks(page, run, also=needed)
+
+
+@pytest.mark.slow
+def test_the_program_for_several_processes_runs_as_printed(tmp_path):
+    text = (ROOT / "docs" / "processes.md").read_text()
+    (program,) = re.findall(r"```python\n# prompts.py\n(.*?)```", text, re.DOTALL)
+    (command,) = re.findall(r"^torchrun .* prompts.py$", text, re.MULTILINE)
+    (tmp_path / "prompts.py").write_text(program)
+    _, *words = shlex.split(command)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["one line per host, of 2 processes", "process 0 has ['a', 'b']"]
+    assert torch.load(tmp_path / "prompts.pt") == {"prompts": ["a", "b"]}
+
+
+@pytest.mark.slow
+def test_the_case_of_transformers_documents_can_be_made_and_timed(run):
+    text = (ROOT / "docs" / "loading.md").read_text()
+    making, timing = re.findall(r"^(?:python|bigload) .*opt-4gb.*$", text, re.MULTILINE)
+    _, _, *words = shlex.split(making.replace("random", "sparse"))  # 4 GB of holes: this is about the words
+    assert make_main(words) == 0
+    assert len(open_checkpoint("opt-4gb").shards) == 8
+    run(timing.replace("opt-4gb", "model"), 0)
 
 
 def runs(command):

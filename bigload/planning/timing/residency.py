@@ -1,4 +1,4 @@
-"""Which streamed weights stay where, by the rules of the runtime (`runtime/streaming/streaming_limits.py`)."""
+"""Streamed weights that stay, and where, by the rules of the runtime (`runtime/streaming/streaming_limits.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runtime does in a forward pass of a plan: blocks in execution order, where they run, what each needs."""
+"""Steps of the runtime in a forward pass of a plan: blocks in execution order, where they run, what each needs."""
 
 from __future__ import annotations
 

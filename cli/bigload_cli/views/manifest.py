@@ -1,4 +1,4 @@
-"""What `bigload manifest` prints."""
+"""Text that `bigload manifest` prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page has to hold to place a model anew under another budget and workload: numbers, no tensors.
+"""Data of a page that places a model anew under another budget and workload: numbers, no tensors.
 
 `what_if.js` has the formulas of `planning/model/run_memory.py`, and the search of the optimal policy for one
 accelerator, RAM and disk. Its answers are those of the planner, to the byte and the module. What it does not answer,
