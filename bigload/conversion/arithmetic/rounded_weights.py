@@ -105,7 +105,9 @@ class Rounding:
             for tile in torch.split(values[row : row + rows], step, dim=1):
                 factors = _factors(self._largest(tile.contiguous(), name))
                 scaled = tile.float().view(rows, -1, columns).mul_(factors.view(-1, 1))
-                tiles.append(scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(tile.shape))
+                if not bool(factors.isfinite().all()):  # others exceed the largest by less than is rounded away
+                    scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8)
+                tiles.append(scaled.to(torch.float8_e4m3fn).view(tile.shape))
                 all_factors.append(factors.flatten())
             by_row.append(tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1))
         codes = by_row[0] if len(by_row) == 1 else torch.cat(by_row)

@@ -16,17 +16,21 @@ from bigload.loading.slices import Slice, source_rows
 from bigload.loading.staging.cpu_stager import Blocks, block_of, bytes_in, cast_into, lent
 from bigload.loading.staging.openmp import without_team
 from bigload.loading.tensors import torch_dtype
+from bigload.machine.libc import keep_freed_memory
 from bigload.machine.thread_pool import usable_cores
 from bigload.units import MIB
 
-STEP_ELEMENTS = 256 * 1024
+STEP_ELEMENTS = 512 * 1024
 """What is computed at a time: few enough to stay in a core's cache, many enough to hide the cost of a call."""
 
 _STEP_BYTES = 4 * STEP_ELEMENTS
 """Most of operands that are read at a time: a row of scales takes many rows of a weight."""
 
-_RECENT_BYTES = 128 * MIB
+_RECENT_BYTES = 64 * MIB
 """Operands used last that stay in memory; a single one may be larger."""
+
+_FREED_BYTES = 8 * MIB
+"""Memory of the tensors of a step, which those of the next use again."""
 
 Held = dict[OperandRows, torch.Tensor]
 
@@ -51,6 +55,7 @@ class RowComputer:
     """
 
     def __init__(self, fill: Fill) -> None:
+        keep_freed_memory(_FREED_BYTES)
         self._fill = fill
         self._lock = threading.Lock()
         self._kept: Held = {}
