@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from plain_server import served_plainly
+from safetensors.torch import save_file
 
 import bigload
 from bigload.checkpoint.byte_source import WholeFilesWarning
@@ -343,6 +344,24 @@ def test_fused_experts_are_assembled_from_the_network(served, tmp_path, options)
     bigload.reshard(folder, tmp_path / "local", names="transformers", **options)
     bigload.reshard("org/moe", tmp_path / "remote", names="transformers", **options)
     assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "fp8-channel", "int8", "int4-g128"])
+def test_numbers_and_their_scales_are_transferred_once(served, tmp_path, scheme):
+    sizes = {"self_attn.q_proj": (1024, 1024), "mlp.up_proj": (4096, 1024), "mlp.down_proj": (1024, 4096)}
+    names = {f"model.layers.{layer}.{name}.weight": size for layer in range(2) for name, size in sizes.items()}
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text('{"model_type": "llama"}')
+    save_file({name: torch.rand(size).bfloat16() for name, size in names.items()}, tmp_path / "plain/model.safetensors")
+    there_and_back = {"plain": bigload.Quantize(scheme), "quantised": bigload.Dequantize()}
+    bigload.reshard(tmp_path / "plain", tmp_path / "quantised", transforms=[there_and_back["plain"]])
+    for folder, transform in there_and_back.items():
+        served.add(f"org/{folder}", tmp_path / folder)
+        served.requests.clear()
+        bigload.reshard(f"org/{folder}", tmp_path / f"remote-{folder}", transforms=[transform])
+        assert served.num_bytes < 1.1 * data_bytes(tmp_path / folder)
+        bigload.reshard(tmp_path / folder, tmp_path / f"local-{folder}", transforms=[transform])
+        assert weights(tmp_path / f"remote-{folder}") == weights(tmp_path / f"local-{folder}")
 
 
 def test_fused_experts_of_the_network_get_their_original_names_back_by_the_file_beside_them(

@@ -93,10 +93,10 @@ class RangeStreams:
             oldest = (here if len(here) >= MAX_STREAMS else mine)[0]
             mine.remove(oldest)
             oldest.close()
-        for begin, end in getattr(self._expected, "ranges", ()):
-            if begin <= offset < end:
-                stop = max(stop, min(end, offset + MAX_STREAM_BYTES))
-                break
+        # Where one range runs over another, such as numbers over their scales, the shorter one is what is read here.
+        ends = [end for begin, end in getattr(self._expected, "ranges", ()) if begin <= offset < end]
+        if ends:
+            stop = max(stop, min(*ends, offset + MAX_STREAM_BYTES))
         stream = Stream(self, offset, stop, self._open_range)
         mine.append(stream)
         with self._lock:

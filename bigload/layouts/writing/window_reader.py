@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 _LEAST_SCATTERED_BYTES = 256
 """Shorter rows are copied from a block: the system takes longer for one than a copy does."""
 
+_MAX_FETCHED_BYTES = 8 * MIB
+"""What is kept of a remote source for a window that is computed, in each thread."""
+
 _ARRANGED_BYTES = 8 * MIB
 """Bytes of a view that are put in order at once: the more, the longer are the ranges to read."""
 
@@ -254,9 +257,11 @@ class WindowReader:
         for number, portion in enumerate(portions):
             tensor, view = portion.tensor, views[number]
             if isinstance(tensor.source, ComputedTensor):
+                self._thread.fetched = self._fetched(portion)
                 beyond[number] += self._computer.compute(
                     tensor.source, portion.start, portion.stop, view, parts=tensor.parts, dtype=tensor.dtype
                 )
+                self._thread.fetched = []
             elif isinstance(tensor.source, TensorInfo) and tensor.is_view:
                 beyond[number] += self._arrange(portion, tensor.source, view, stager)
         with self._lock:
@@ -264,12 +269,33 @@ class WindowReader:
                 if count:
                     self._overflows[portion.tensor.name] += count
 
+    def _fetched(self, portion: Portion) -> list[tuple[Portion, memoryview]]:
+        """Return what `portion` is computed from, read in the order of the files, if they are remote.
+
+        Operands that take turns, such as numbers and their scales, would each want a response that runs over the other.
+        """
+        if not hasattr(self._thread, "keeps_recent"):
+            return []
+        reads = [each for each in _read_for(portion) if isinstance(each.tensor.source, TensorInfo)]
+        if len(reads) < 2 or sum(each.stop - each.start for each in reads) > _MAX_FETCHED_BYTES:
+            return []
+        views = [memoryview(bytearray(each.stop - each.start)) for each in reads]
+        for job in self._jobs(reads):
+            with self._source(job) as source:
+                _scatter(job, views, source)
+        return list(zip(reads, views, strict=True))
+
     @property
     def _computer(self) -> RowComputer:
         from bigload.loading.staging.row_computer import RowComputer
 
         def fill(view: memoryview, tensor: TensorInfo | AssembledTensor, start: int, stop: int) -> None:
-            self.fill(view, [Portion(_as_stored(tensor), start, stop, 0)])
+            wanted = Portion(_as_stored(tensor), start, stop, 0)
+            for portion, found in getattr(self._thread, "fetched", ()):
+                if portion.tensor == wanted.tensor and portion.start <= start and stop <= portion.stop:
+                    view[:] = found[start - portion.start : stop - portion.start]
+                    return
+            self.fill(view, [wanted])
 
         with self._lock:
             self._row_computer = self._row_computer or RowComputer(fill)
