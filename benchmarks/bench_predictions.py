@@ -182,7 +182,7 @@ def run_here(model: Path, plan_file: Path) -> dict[str, Any]:
     assert ready.plan is not None
     empty = ready.empty()
     held = sum(use.weights_bytes for use in ready.plan.devices if str(use.device) == "cpu")
-    renew(held * 5 // 4)  # a host may back the memory of a virtual machine at its first touch
+    renew(held)  # a host may back the memory of a virtual machine at its first touch
     for file in model.glob("*.safetensors"):
         drop_cached_pages(file, [(0, file.stat().st_size)])
     ram = available_memory()
