@@ -2,6 +2,7 @@
 
 import os
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -13,11 +14,14 @@ from bigload.dtypes import DTYPES
 from bigload.errors import DamagedOutputError, RankError
 from bigload.layouts.output import OutputFile, OutputTensor
 from bigload.layouts.reshard import reshard
-from bigload.layouts.writing import output_file_writer, shares, staging, writer
+from bigload.layouts.writing import output_file_writer, shares, writer
 from bigload.layouts.writing.journal import read_progress
 from bigload.layouts.writing.shares import shares_of
 from bigload.loading.slices import Slice
 from builders import contents, make_checkpoint
+from reshard_teams import check_resumed as check_resumed_in_teams
+from reshard_teams import entries, make_impatient
+from reshard_teams import run as run_in_team
 from thread_process_groups import GoneError, outcomes
 
 WINDOW = 16 * 1024
@@ -42,8 +46,7 @@ def small(monkeypatch):
     monkeypatch.setattr(shares, "WINDOW_BYTES", WINDOW)
     monkeypatch.setattr(writer, "WINDOW_BYTES", WINDOW)
     monkeypatch.setattr(writer, "NOTE_PART_EVERY_BYTES", WINDOW)
-    monkeypatch.setattr(staging, "_SIGHT_SECONDS", 0.3)
-    monkeypatch.setattr(staging, "_LEAVE_SECONDS", 0.3)
+    make_impatient(monkeypatch)
 
 
 @pytest.fixture
@@ -51,20 +54,8 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-def run(source, out, team, **options):
-    return reshard(source, out, **{"max_shard_bytes": None, "threads": 2, "team": team, **options})
-
-
-def entries(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def check_resumed(source, out, expected, size):
-    reports = outcomes(size, lambda team: run(source, out, team, resume=True))
-    assert [getattr(report, "out", report) for report in reports] == [out] * size
-    assert contents(out) == expected
-    assert entries(out.parent) == [out.name]
-    return reports[0]
+run = partial(run_in_team, max_shard_bytes=None)
+check_resumed = partial(check_resumed_in_teams, run=run)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ from bigload.layouts.reshard import reshard
 from bigload.layouts.writing import staging as staging_module
 from bigload.layouts.writing.journal import journal_name
 from builders import contents, make_checkpoint
+from reshard_teams import check_resumed as check_resumed_in_teams
+from reshard_teams import entries, make_impatient
+from reshard_teams import run as run_in_team
 from thread_process_groups import GoneError, outcomes
 
 NUM_SHARES = 8
@@ -39,8 +43,7 @@ def expected(source):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(staging_module, "_SIGHT_SECONDS", 0.3)
-    monkeypatch.setattr(staging_module, "_LEAVE_SECONDS", 0.3)
+    make_impatient(monkeypatch)
 
 
 @pytest.fixture
@@ -48,21 +51,8 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-def run(source, out, team, **options):
-    return reshard(source, out, **{"max_shard_bytes": 1500, "threads": 2, "team": team, **options})
-
-
-def entries(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def check_resumed(source, out, expected, size):
-    """Go on with `size` processes, and find the bytes of one that was never interrupted."""
-    reports = outcomes(size, lambda team: run(source, out, team, resume=True))
-    assert [getattr(report, "out", report) for report in reports] == [out] * size
-    assert contents(out) == expected
-    assert entries(out.parent) == [out.name]
-    return reports[0]
+run = partial(run_in_team, max_shard_bytes=1500)
+check_resumed = partial(check_resumed_in_teams, run=run)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
@@ -141,7 +131,7 @@ def test_an_error_in_one_is_told_by_all_and_the_work_is_gone_on_with(  # noqa: P
     with monkeypatch.context() as patched:
         patched.setattr(kind, step, refused)
         ends = outcomes(2, lambda team: run(source, out, team))
-    if failing == 1 and step != "finish":  # which only the first does
+    if failing == 1 and step == "_finish":  # which only the first does
         assert contents(out) == expected
         return
     assert isinstance(ends[failing], ReadError)
