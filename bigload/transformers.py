@@ -78,7 +78,7 @@ def from_pretrained(
         args: Go to `from_pretrained`.
         plan: A plan of the same checkpoint, or its file: weights go where it says, as `bigload.load_and_dispatch` has
             it, and every weight of the model has to be in the checkpoint. Without one, weights go where transformers
-            would have them; on the CPU they stay pages of the files, as with transformers, unless they are converted.
+            would have them; on the CPU they stay pages of the files, as with transformers, unless most are converted.
         kwargs: Go to `from_pretrained`.
 
     Raises:
@@ -209,8 +209,7 @@ def _load(model: Any, files: Sequence[Path], load_config: Any) -> tuple[Any, int
     _set_dtypes(model, load_config)
     empty = model.state_dict(keep_vars=True)
     selection = _selected(view, empty, load_config.device_map or {"": "cpu"})
-    on_cpu = all(want.device == "cpu" for want in selection.wanted)
-    tensors = load_selected(checkpoint, selection, Method.MMAP if on_cpu else None)
+    tensors = load_selected(checkpoint, selection, Method.MMAP if _mostly_stays_in_files(selection) else None)
     for name, value in tensors.items():
         _put(model, name, value)
     model._weight_conversions = [rule for rule in load_config.weight_mapping or () if rule.was_used()]
@@ -244,6 +243,15 @@ def _selected(view: CheckpointView, empty: Mapping[str, torch.Tensor], devices: 
             raise _LeftToTransformersError(f"{want.name} is {want.dtype.name}, and {goal.dtype} in the model")
         wanted.append(replace(want, dtype=dtype))
     return replace(found, wanted=tuple(wanted))
+
+
+def _mostly_stays_in_files(selection: Selection) -> bool:
+    """Return whether most bytes can be pages of the files. What is copied anyway comes faster past the cache."""
+    from bigload.loading.schedule import can_stay_in_map
+
+    staying = sum(want.num_bytes for want in selection.wanted if can_stay_in_map(want))
+    on_cpu = all(want.device == "cpu" for want in selection.wanted)
+    return on_cpu and 2 * staying >= sum(want.num_bytes for want in selection.wanted)
 
 
 def _set_dtypes(model: Any, load_config: Any) -> None:  # noqa: ANN401

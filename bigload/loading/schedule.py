@@ -243,7 +243,7 @@ def schedule_reads(
     requests: dict[str, list[ReadRequest]] = {}
     is_assembled = False
     for want in sorted(wanted, key=_position):
-        stays = in_map and _can_stay_in_map(want)
+        stays = in_map and can_stay_in_map(want)
         if layout.add(want, in_map=stays) and want.num_bytes and (populate or not stays):
             is_assembled |= isinstance(want.tensor, AssembledTensor)
             for file, request in _requests_of(want, layout.slots[want.name], stays=stays):
@@ -263,7 +263,8 @@ def _position(want: RequestedTensor) -> tuple[str, int, str]:
     return first.file, first.start, want.name
 
 
-def _can_stay_in_map(want: RequestedTensor) -> bool:
+def can_stay_in_map(want: RequestedTensor) -> bool:
+    """Return whether `want` is bytes of its file as they are there, in the CPU's memory."""
     if isinstance(want.tensor, AssembledTensor):
         return False
     rows = rows_of(want.tensor, want.part)

@@ -1,6 +1,7 @@
 """`from_pretrained` through bigload gives the model that transformers' own gives, with less said about it."""
 
 import threading
+from pathlib import Path
 
 import model_types
 import pytest
@@ -55,6 +56,14 @@ def test_it_is_the_model_that_transformers_makes(name, dtype, tmp_path):
     found, reads = through_bigload(kind, tmp_path, **arguments)
     check_same(found, expected)
     assert [read.left_to_transformers for read in reads] == [None]
+
+
+@pytest.mark.parametrize(("name", "is_mapped"), [("llama", True), ("mixtral", False)])
+def test_weights_stay_in_their_files_unless_most_are_fused(name, is_mapped, tmp_path):
+    kind = type(model_types.saved(transformers, name, tmp_path))
+    model = bigload.transformers.from_pretrained(kind, tmp_path)
+    assert model is not None
+    assert (str(tmp_path) in Path("/proc/self/maps").read_text("utf-8")) is is_mapped
 
 
 def test_sharded_files_and_auto_classes(llama):
