@@ -99,7 +99,7 @@ def mixture(num_layers=3, dtype=torch.float32):
 
 
 def fetched_experts(model):
-    """Return the names of the experts that have been loaded, in order, a name for each time."""
+    """Return the names of the experts that have been loaded, a name for each time; two threads load, in any order."""
     return [span.name for span in model.bigload_stats().spans if span.kind == "fetch" and ".experts." in span.name]
 
 

@@ -47,7 +47,7 @@ def test_only_the_experts_that_the_router_chose_are_loaded_and_results_are_the_l
     with torch.no_grad():
         before = held(model)
         assert torch.equal(model(IDS), cast(IDS))
-        assert fetched_experts(model) == chosen_experts(cast, IDS)
+        assert sorted(fetched_experts(model)) == sorted(chosen_experts(cast, IDS))
         assert model.bigload_stats().whole_experts == ()
         for ids in torch.randint(0, 64, (4, 5), generator=torch.Generator().manual_seed(1)):
             assert torch.equal(model(ids), cast(ids))
@@ -72,7 +72,7 @@ def test_experts_that_stay_are_loaded_once(plain, folder):
     with torch.no_grad():
         for _ in range(3):
             model(IDS)
-    assert fetched_experts(model) == chosen_experts(plain, IDS)
+    assert sorted(fetched_experts(model)) == sorted(chosen_experts(plain, IDS))
 
 
 def test_switched_off_a_layer_comes_as_one_block(plain, folder):
@@ -136,7 +136,7 @@ def test_copies_load_on_demand_themselves(plain, folder, how):
     num_before = len(fetched_experts(model))
     assert torch.equal(copied(IDS), plain(IDS))
     assert len(fetched_experts(model)) == num_before
-    assert fetched_experts(copied) == chosen_experts(plain, IDS)
+    assert sorted(fetched_experts(copied)) == sorted(chosen_experts(plain, IDS))
     bigload.remove_hook_from_submodules(copied)
     assert torch.equal(model(IDS), plain(IDS))
 
