@@ -8,7 +8,7 @@ from math import gcd
 
 from bigload.checkpoint.formats.gguf_families import GgufRule
 from bigload.checkpoint.model import TensorInfo
-from bigload.conversion.arithmetic.ggml_blocks import GgmlValues, InterleavedRows, TransposedExperts
+from bigload.conversion.arithmetic.ggml_blocks import EverySecond, GgmlValues, InterleavedRows, TransposedExperts
 from bigload.conversion.arithmetic.ggml_rows import NegatedExponential, ReorderedRows
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
 from bigload.dtypes import DTYPES, DType
@@ -65,6 +65,25 @@ def _interleaved_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:
     if len(shape) > 2:
         return _transposed(tensors, is_interleaved=True)
     return ComputedTensor("", _plain(tensors[0]), (shape[0], 2 * shape[1]), InterleavedRows(tuple(tensors)))
+
+
+def _interleaved_to(tensor: Operand, config: Config) -> tuple[Operand, ...]:  # noqa: ARG001
+    *shape, size = shape_of(tensor)
+    if len(shape) == 1:
+        shape, is_of_rows = [*shape, size // 2], False
+    else:
+        tensor, is_of_rows = _transposed_to(tensor), True
+        *shape, rows, columns = shape_of(tensor)
+        shape = [*shape, rows // 2, columns]
+    return tuple(
+        ComputedTensor(tensor.name, tensor.dtype, tuple(shape), EverySecond(tensor, part, is_of_rows))
+        for part in (0, 1)
+    )
+
+
+def _transposed_to(tensor: Operand) -> Operand:
+    """Return [experts, outputs, inputs] of [experts, inputs, outputs]; blocks of MXFP4 lie so already."""
+    return tensor if tensor.dtype.block_bytes else _transposed((tensor,))
 
 
 def _exponential(tensor: Operand, *, is_inverse: bool = False) -> Operand:
@@ -131,7 +150,8 @@ def _size(config: Config, *keys: str) -> int:
 _TO_GGUF: Mapping[GgufRule, Callable[[Operand, Config], tuple[Operand, ...]]] = {
     GgufRule.FUSED_HEADS: _fused_to,
     GgufRule.LATENT_HEADS: _latent_to,
-    GgufRule.TRANSPOSED: lambda tensor, _: (_transposed((tensor,)),),
+    GgufRule.TRANSPOSED: lambda tensor, _: (_transposed_to(tensor),),
+    GgufRule.INTERLEAVED_PAIR: _interleaved_to,
     GgufRule.PAIR: lambda tensor, _: _halves(tensor),
     GgufRule.TRANSPOSED_PAIR: lambda tensor, _: _halves(_transposed((tensor,))),
     GgufRule.SQUEEZED: lambda tensor, _: (replace(tensor, shape=(shape_of(tensor)[0], shape_of(tensor)[-1])),),

@@ -1,9 +1,11 @@
 """Each architecture of GGUF: written, it answers in llama.cpp as in transformers; read again, it is the same model."""
 
+from json import dumps, loads
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import bigload
 import llama_cpp_server
@@ -92,6 +94,7 @@ CASES = {
     "falcon": {},
     "gpt_neox": {"num_key_value_heads": 4},
     "mamba": {"state_size": 16, "intermediate_size": 256},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32, "intermediate_size": 192},
 }
 READ_BY_TRANSFORMERS = {
@@ -101,26 +104,32 @@ READ_BY_TRANSFORMERS = {
 """transformers 5.23 has tables of more, but builds another model of the file (head sizes, experts), or none."""
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(request, tmp_path_factory):
-    """A model of the family in a folder, and the GGUF file written of it."""
-    folder = tmp_path_factory.mktemp(request.param)
+def saved(case, folder):
+    """Save a model of random weights with a tokenizer, and return that."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(request.param.split()[0], **{**SIZES, **CASES[request.param]})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    config = transformers.AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
+    model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += torch.rand_like(parameter) - 0.5
         else:
             parameter.data *= 3  # so that answers differ from token to token
-    model.save_pretrained(folder / "in")
+    model.save_pretrained(folder)
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
     made.train_from_iterator(["The quick brown fox jumps over the lazy dog. "] * 9, trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder / "in")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
+    return made
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """A model of the family in a folder, and the GGUF file written of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    made = saved(request.param, folder / "in")
     bigload.reshard(folder / "in", folder / "out", layout="gguf", dtype="fp32")
     (folder / "alone").mkdir()  # without the config.json that was copied, which readers prefer
     (folder / "out" / "model.gguf").rename(folder / "alone" / "model.gguf")
@@ -134,12 +143,16 @@ def case(request, tmp_path_factory):
 
 
 def test_llama_cpp_answers_as_transformers(case):
+    check_answer(case.file, case.model, case.tokenizer)
+
+
+def check_answer(file, model, tokenizer):
+    """Compare the greedy answer of llama.cpp with that of transformers."""
     text = "The quick brown fox"
-    (found,), answer = llama_cpp_server.ask(case.file, [text], num_tokens=16)
-    assert found == case.tokenizer.encode(text).ids
-    prompt = torch.tensor([found])
-    whole = case.model.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None)[0].tolist()
-    assert answer == case.tokenizer.decode(whole[len(found) :])
+    (found,), answer = llama_cpp_server.ask(file, [text], num_tokens=16)
+    assert found == tokenizer.encode(text).ids
+    whole = model.generate(torch.tensor([found]), max_new_tokens=16, do_sample=False, eos_token_id=None)[0].tolist()
+    assert answer == tokenizer.decode(whole[len(found) :])
 
 
 def test_names_are_those_of_the_package(case):
@@ -182,3 +195,28 @@ def test_transformers_reads_the_same_tensors(case):
     expected = case.model.state_dict()
     for name, tensor in found.state_dict().items():
         assert torch.allclose(tensor, expected[name], rtol=0, atol=3e-7), name
+
+
+def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path):
+    tokenizer = saved("gpt_oss", tmp_path / "in")
+    tensors, config = load_file(tmp_path / "in/model.safetensors"), loads((tmp_path / "in/config.json").read_text())
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "in/config.json").write_text(dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+
+    bigload.reshard(tmp_path / "in", tmp_path / "plain", dtype="fp32", transforms=[bigload.Dequantize()])
+    bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+
+    file = tmp_path / "alone.gguf"
+    (tmp_path / "out/model.gguf").rename(file)
+    types = {each.name: each.tensor_type.name for each in gguf.GGUFReader(file).tensors if "_exps.weight" in each.name}
+    assert set(types.values()) == {"MXFP4"}
+    assert len(types) == 6
+    bigload.reshard(file, tmp_path / "back", dtype="fp32")
+    found, expected = (load_file(tmp_path / each / "model.safetensors") for each in ("back", "plain"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name].float()) for name, tensor in found.items())
+    check_answer(file, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval(), tokenizer)

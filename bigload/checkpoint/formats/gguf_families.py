@@ -102,7 +102,6 @@ class Family:
         window_every: Of so many blocks, all but the last have a window, where there are any.
         adds_one: Norms are stored with 1 added.
         is_tied: The output is the input embedding where config.json does not say it.
-        is_written: Such models can be written.
     """
 
     architecture: str
@@ -123,7 +122,6 @@ class Family:
     window_every: int = 0
     adds_one: bool = False
     is_tied: bool = False
-    is_written: bool = True
 
 
 _TURNED = {"self_attn.q_proj": GgufRule.HEADS, "self_attn.k_proj": GgufRule.KEY_HEADS}
@@ -293,7 +291,8 @@ _ALL = (
             "mlp.experts.gate_up_proj_bias": GgufRule.INTERLEAVED_PAIR,
             "mlp.experts.down_proj": GgufRule.TRANSPOSED,
         },
-        is_written=False,
+        builtin={"swiglu_limit": 7.0},
+        window_every=2,
     ),
     Family(
         architecture="glm4",

@@ -142,6 +142,62 @@ class InterleavedRows:
         return torch.stack(list(operands), dim=-1).flatten(1)
 
 
+@dataclass(frozen=True)
+class EverySecond:
+    """Every second row of a tensor, or every second element of its rows, from number `part` on."""
+
+    tensor: Operand
+    part: int
+    is_of_rows: bool = True
+    row_multiple: int = 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensor."""
+        return (self.tensor,)
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return twice as many rows, or the same ones."""
+        step = 2 if self.is_of_rows else 1
+        return [OperandRows(self.tensor, step * start, step * stop)]
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+        """Return the rows."""
+        (rows,) = operands
+        return rows[self.part :: 2] if self.is_of_rows else rows[:, self.part :: 2]
+
+
+@dataclass(frozen=True)
+class Mxfp4Rows:
+    """Rows of ggml's MXFP4 of blocks [experts, outputs, inputs / 32, 16] and their scales, as transformers has them.
+
+    ggml puts the scale before a block, and elements 16 to 31 into the high halves of bytes, not every second one.
+    """
+
+    blocks: TensorInfo
+    scales: TensorInfo
+    row_multiple: int = 1
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Blocks and scales."""
+        return self.blocks, self.scales
+
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
+        """Return the blocks and the scales of the rows."""
+        count = self.scales.shape[-1]
+        return OperandRows(self.blocks, start * count, stop * count), OperandRows(self.scales, start, stop)
+
+    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the rows as bytes."""
+        import torch
+
+        blocks, scales = operands
+        elements = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+        packed = elements[:, :16] | (elements[:, 16:] << 4)
+        return torch.cat([scales.reshape(-1, 1), packed], dim=1).reshape(stop - start, -1)
+
+
 def _decoded(rows: torch.Tensor, decode: Callable[[torch.Tensor], torch.Tensor], block_bytes: int) -> torch.Tensor:
     blocks = rows.reshape(-1, block_bytes)
     return decode(blocks).reshape(rows.shape[0], -1)

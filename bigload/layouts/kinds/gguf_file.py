@@ -15,7 +15,7 @@ Readers: llama.cpp, transformers (`gguf_file="model.gguf"`), gguf-py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from bigload.checkpoint.formats.gguf import stored_keys
@@ -26,7 +26,7 @@ from bigload.checkpoint.formats.gguf_writing import MetadataValue, encode_header
 from bigload.checkpoint.formats.registry import GGUF, read_shard_header
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.checkpoint.sources.small_reads import opened_range
-from bigload.conversion.arithmetic.ggml_blocks import GgmlValues
+from bigload.conversion.arithmetic.ggml_blocks import GgmlValues, Mxfp4Rows
 from bigload.conversion.arithmetic.ggml_rows import ConstantRow, GgmlRows
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
 from bigload.conversion.gguf_rules import to_gguf
@@ -39,7 +39,7 @@ from bigload.planning.plan import Plan
 from bigload.units import counted
 
 FILE = "model.gguf"
-_F32, _F16, _Q8_0 = DTYPES["F32"], DTYPES["F16"], STORED_DTYPES["Q8_0"]
+_F32, _F16, _Q8_0, _MXFP4 = DTYPES["F32"], DTYPES["F16"], STORED_DTYPES["Q8_0"], STORED_DTYPES["MXFP4"]
 _ALWAYS_F32 = (".ffn_gate_inp.", "_norm.", "position_embd.", "token_types.", ".ssm_conv1d.", ".shortconv.conv.")
 _FLOATS = ("_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping", "_scale", ".scale")
 _FLAGS = ("use_parallel_residual", "expert_weights_norm")
@@ -66,9 +66,7 @@ def lay_out(request: LayoutRequest) -> Output:
     made: dict[str, tuple[OutputTensor, DType, tuple[int, ...]]] = {}
     for name, (rule, tensors) in _by_gguf_name(request, family).items():
         first = tensors[0]
-        shape = (
-            shape_of(first) if "_exps." not in name or len(shape_of(first)) > 2 else (len(tensors), *shape_of(first))
-        )
+        shape = (len(tensors), *shape_of(first)) if _is_expert(name, first) else shape_of(first)
         if "ffn_gate_inp_shexp" in name and len(shape) == 2:
             shape = shape[1:]  # a vector in llama.cpp
         dtype = _dtype(name, first.dtype, shape, request.options.dtypes.dtype)
@@ -159,13 +157,18 @@ def _family(checkpoint: Checkpoint) -> Family:
     config = checkpoint.config or {}
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None or not family.is_written:
-        known = ", ".join(sorted(family.model_type for family in FAMILIES.values() if family.is_written))
+    if family is None:
+        known = ", ".join(sorted(FAMILIES))
         hint = "convert_hf_to_gguf.py of llama.cpp knows more"
         raise _refusal(f"a model of one of the types {known}; this one is {model_type!r:.100}", hint=hint)
-    if config.get("quantization_config"):
+    settings = config.get("quantization_config")
+    if settings and not (isinstance(settings, dict) and _is_mxfp4(settings, family)):
         raise _refusal("a model that is not quantised", hint="reshard the original weights, or add --dequantize")
     return family
+
+
+def _is_mxfp4(settings: Mapping[str, object], family: Family) -> bool:
+    return settings.get("quant_method") == "mxfp4" and GgufRule.INTERLEAVED_PAIR in family.rules.values()
 
 
 def _check_computation(config: Mapping[str, object], family: Family) -> None:
@@ -202,7 +205,7 @@ def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, tuple[Ggu
     found: dict[str, dict[int, Operand]] = {}
     rules: dict[str, GgufRule | None] = {}
     nameless: list[str] = []
-    for tensor in request.in_execution_order():
+    for tensor in _with_mxfp4(request.in_execution_order()):
         if tensor.name.endswith(_LEFT_OUT) or (is_tied and tensor.name == f"{family.root['output']}.weight"):
             continue  # llama.cpp computes these, and ties the output
         names, rule = gguf_names(family, tensor.name), rule_of(family, tensor.name)
@@ -213,8 +216,7 @@ def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, tuple[Ggu
         numbers = [int(part) for part in tensor.name.split(".") if part.isdecimal()]
         for name, part in zip(names, parts, strict=True):
             rules[name] = rule
-            is_expert = "_exps." in name and len(shape_of(part)) < 3
-            found.setdefault(name, {})[numbers[-1] if is_expert else 0] = part
+            found.setdefault(name, {})[numbers[-1] if _is_expert(name, part) else 0] = part
     if nameless:
         more = f" and {len(nameless) - 1} more" if len(nameless) > 1 else ""
         raise _refusal(
@@ -227,7 +229,33 @@ def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, tuple[Ggu
     return {name: (rules[name], [tensors[number] for number in sorted(tensors)]) for name, tensors in found.items()}
 
 
+def _with_mxfp4(tensors: Sequence[OutputTensor]) -> Iterator[OutputTensor]:
+    """Yield `tensors`, blocks and scales of MXFP4 as one."""
+    by_name = {tensor.name: tensor.source for tensor in tensors}
+    for tensor in tensors:
+        whole = tensor.name.removesuffix("_blocks")
+        scales = by_name.get(f"{whole}_scales")
+        if whole != tensor.name and isinstance(tensor.source, TensorInfo) and isinstance(scales, TensorInfo):
+            yield OutputTensor(source=_mxfp4(whole, tensor.source, scales), dtype=_MXFP4)
+        elif f"{tensor.name.removesuffix('_scales')}_blocks" not in by_name:
+            yield tensor
+
+
+def _mxfp4(name: str, blocks: TensorInfo, scales: TensorInfo) -> ComputedTensor:
+    if blocks.shape != (*scales.shape, 16) or len(scales.shape) != 3 or {blocks.dtype, scales.dtype} != {DTYPES["U8"]}:
+        expected = "experts in blocks [experts, outputs, inputs / 32, 16] and scales without the last dimension, in U8"
+        raise _refusal(f"{expected}; {name} has {list(blocks.shape)} and {list(scales.shape)}")
+    return ComputedTensor(name, _MXFP4, (*scales.shape[:2], 32 * scales.shape[2]), Mxfp4Rows(blocks, scales))
+
+
+def _is_expert(name: str, tensor: Operand) -> bool:
+    """Return whether `tensor` is one of those that are stacked under this name."""
+    return "_exps." in name and len(shape_of(tensor)) < (3 if name.endswith(".weight") else 2)
+
+
 def _dtype(name: str, stored: DType, shape: tuple[int, ...], asked: DType | None) -> DType:
+    if stored == _MXFP4:
+        return stored
     if stored.name not in ("F64", *_FILE_TYPES):
         raise _refusal(f"weights in float16, bfloat16 or float32; {name} is {stored}")
     if len(shape) == 1 or not name.endswith(".weight") or any(each in name for each in _ALWAYS_F32):
@@ -240,7 +268,7 @@ def _dtype(name: str, stored: DType, shape: tuple[int, ...], asked: DType | None
 
 def _written(name: str, operation: GgmlRows, dtype: DType, shape: tuple[int, ...]) -> OutputTensor:
     """Return the tensor to write: blocks as bytes, which may be cut anywhere."""
-    if operation.is_q8_0:
+    if dtype.block_bytes:
         row_bytes = dtype.num_bytes(shape[-1])
         source: Operand = ComputedTensor(name, DTYPES["U8"], (*shape[:-1], row_bytes), operation)
         return OutputTensor(source=source, dtype=source.dtype)
@@ -365,7 +393,10 @@ def _scaling(config: Mapping[str, object]) -> dict[str, str | int | float]:
     if kind == "linear":
         return found
     share = scaling.get("mscale_all_dim")
-    for key, expected in (("truncate", True), ("attention_factor", None), ("mscale", share)):
+    is_cut = (
+        config.get("model_type") != "gpt_oss"
+    )  # whose bounds llama.cpp rounds all the same, as its converter has it
+    for key, expected in (("truncate", is_cut), ("attention_factor", None), ("mscale", share)):
         if scaling.get(key, expected) != expected:
             text = f"rotary embeddings of YaRN whose {key} is {expected!r}, as llama.cpp computes"
             raise _refusal(f"{text}; it is {scaling[key]!r:.100}")
