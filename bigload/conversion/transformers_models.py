@@ -45,11 +45,14 @@ def conversion_for(
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    skeleton = _without_memory(model, shapes or {})
     if rules is not None:
-        return _derived(skeleton, rules, stored)
+        return _unconverted(model, rules, stored) or _derived(_without_memory(model, {}), rules, stored)
+    skeleton = _without_memory(model, shapes or {})
     quantizer = getattr(model, "hf_quantizer", None)
     mapping = get_model_conversion_mapping(skeleton, _renames_of_version_4(skeleton), quantizer)
+    unconverted = _unconverted(skeleton, mapping, stored)
+    if unconverted is not None:
+        return unconverted
     if len(stored) < LEAST_TENSORS:
         return _derived(skeleton, mapping, stored)
     key = key_of(_facts(skeleton, mapping, stored))
@@ -85,6 +88,20 @@ def _described(rule: object) -> object:
         if name not in {"collected_tensors", "layer_targets", "_was_used"}
     }
     return [type(rule).__qualname__, described]
+
+
+def _unconverted(model: Any, mapping: Sequence[object], stored: Mapping[str, StoredTensor]) -> Conversion | None:  # noqa: ANN401
+    """Return the conversion if every stored tensor is one of `model` as it is: nothing has to be tried then."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(model)}
+    is_same = all(shapes.get(name) == tensor.torch_shape for name, tensor in stored.items())
+    if not is_same or getattr(model, "hf_quantizer", None) is not None:
+        return None
+    from transformers.core_model_loading import rename_source_key
+
+    kinds, prefix = _renames_and_converters(mapping), model.base_model_prefix
+    if any(rename_source_key(name, *kinds, prefix, shapes) != (name, None) for name in stored):
+        return None
+    return Conversion(tensors={name: as_stored(tensor) for name, tensor in stored.items()})
 
 
 def _derived(skeleton: nn.Module, mapping: Sequence[object], stored: Mapping[str, StoredTensor]) -> Conversion:
@@ -209,9 +226,7 @@ def _renamed(stored: Sequence[str], model: nn.Module, expected: Mapping[str, obj
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     mapping = get_model_conversion_mapping(model, _renames_of_version_4(model), getattr(model, "hf_quantizer", None))
-    kinds = [
-        [each for each in mapping if isinstance(each, kind)] for kind in (loader.WeightRenaming, loader.WeightConverter)
-    ]
+    kinds = _renames_and_converters(mapping)
     renamed = {}
     for name in sorted(stored, key=loader.dot_natural_key):
         new, _ = loader.rename_source_key(name, *kinds, model.base_model_prefix, expected)
@@ -219,6 +234,12 @@ def _renamed(stored: Sequence[str], model: nn.Module, expected: Mapping[str, obj
             new, _ = loader.rename_source_key(name, [], [], model.base_model_prefix, expected)
         renamed[name] = new
     return renamed
+
+
+def _renames_and_converters(mapping: Sequence[object]) -> list[list[Any]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    return [[each for each in mapping if isinstance(each, kind)] for kind in (WeightRenaming, WeightConverter)]
 
 
 def names_in_model(model: nn.Module, stored: Sequence[str]) -> dict[str, str]:
