@@ -33,7 +33,7 @@ from bigload.loading.readers.mapped import MappedFile, advise_huge_pages, popula
 from bigload.machine.thread_pool import usable_cores
 from bigload.units import MIB
 
-_LEAST_REPEATS, _MOST_REPEATS = 2, 9
+_LEAST_REPEATS, _MOST_REPEATS = 3, 9
 _TENSOR_BYTES = 16 * MIB
 _MAPPED_BLOCK_BYTES = 128 * MIB
 _EXPERT_BYTES = 8 * MIB
@@ -91,7 +91,7 @@ def probed_checkpoint(path: str | Path, num_bytes: int) -> Iterator[Checkpoint]:
 
 
 def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[str], None]) -> StorageRates:
-    """Measure with all bytes of `checkpoint`, at least twice and for `seconds` each figure.
+    """Measure with all bytes of `checkpoint`, three times at least and for `seconds` each figure.
 
     `on_run` is called with a few words before each.
     """
@@ -101,7 +101,11 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
     notes: list[str] = []
 
     def rate(run: Callable[[], object], prepare: Callable[[], object]) -> int:
-        return int(num_bytes / statistics.median(_times(run, prepare, seconds)))
+        def fresh() -> None:
+            prepare()
+            renew(num_bytes)  # what a host takes for memory at its first touch is no rate of this machine
+
+        return int(num_bytes / statistics.median(_times(run, fresh, seconds)))
 
     def cold() -> None:
         left = evict_verified(paths)
@@ -119,7 +123,6 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
         disk_rates.append(rate(partial(raw_read, way, checkpoint), _nothing if is_direct else cold))
     on_run("disk, one thread")
     single_read_rate = rate(partial(_read_by_one_thread, checkpoint), cold)
-    renew(num_bytes * 5 // 4)  # what a host takes for memory at its first touch is no rate of this machine
     on_run("loads from the page cache")
     load_rate = rate(_warm_load(checkpoint), _nothing)
     cold_load_rate = None
