@@ -7,7 +7,7 @@ Five models of about 1 GiB are made, and each runs under four plans, each in a p
 `pages` on disk, with memory for all pages of the files; `disk` on disk, within a limit on memory that holds less than
 all; `quarter` with a quarter of the weights in RAM, and such a limit for the others. Shown are seconds to load cold
 files into memory that was touched before, and of a token after the first ones, predicted beside seen, and their ratio.
-The profile is that of `bigload measure -o`; without one the machine is measured right before each run, with a file
+The profile is that of `bigload measure -o`; without one the machine is measured right before each model, with a file
 and matrices that are not those of the models.
 
 The rates of a virtual machine change by what its neighbours do, by a factor of two within minutes where this was
@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ PROBE = "probe"
 MOST_RUNS = 2
 
 SHORT = Effort(num_bytes=512 * MIB, seconds=0.5, passes=3)
-"""Of the profile before a run: eight seconds, in which the machine does not become another one."""
+"""Of the profile before a model: a quarter of a minute, in which the machine does not become another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,19 +215,18 @@ def run_here(model: Path, plan_file: Path) -> dict[str, Any]:
     return {"ram_bytes": ram, "load": load, "first": seconds[0], "token": statistics.median(later)}
 
 
-def compared(model: Path, case: str, profile: MachineProfile | None, probe: Path) -> Row:
-    """Run a model under a plan and predict it: by `profile`, or by what the machine does now with the file `probe`."""
+def compared(model: Path, case: str, profile: MachineProfile) -> Row:
+    """Run a model under a plan and predict it."""
     details, limit = planned(model, case)
     plan_file = model.parent / f"{model.name}-{case}.json"
     write_plan(details.plan, plan_file)
     command = [sys.executable, __file__, "--child", str(model), str(plan_file)]
     for _ in range(MOST_RUNS):
         others = OtherPrograms()
-        rates = profile or measure_machine(probe, effort=SHORT).profile
         seen = json.loads(run_within(command, limit or available_memory() or 2**40).splitlines()[-1])
         if not (is_disturbed := others.disturb()):
             break
-    found = predict(details.plan, details.structure, rates, prompt_tokens=PROMPT_TOKENS, ram_bytes=seen["ram_bytes"])
+    found = predict(details.plan, details.structure, profile, prompt_tokens=PROMPT_TOKENS, ram_bytes=seen["ram_bytes"])
     return Row(
         model=model.name,
         num_bytes=details.plan.weights_bytes,
@@ -301,9 +300,12 @@ def main() -> int:
         models, probe = [made(name, folder) for name in names], made(PROBE, folder)
         if asked.make:
             return 0
-        profile = read_profile(asked.profile) if asked.profile else None
+        given = read_profile(asked.profile) if asked.profile else None
         cases = [case for case in CASES if asked.case in (None, case)]
-        rows = [compared(model, case, profile, probe) for model, case in product(models, cases)]
+        rows = []
+        for model in models:
+            profile = given or measure_machine(probe, effort=SHORT).profile
+            rows += [compared(model, case, profile) for case in cases]
     if asked.out is not None:
         asked.out.write_text(json.dumps({"rows": list(map(asdict, rows))}, indent=1))
     return shown(rows)
