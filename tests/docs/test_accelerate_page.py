@@ -30,7 +30,7 @@ PROCESS_CONTROL = (
     "saving",
     "splitting",
 )
-STREAMING = {"prefetch", "prefetch_bytes", "resident_bytes"}
+STREAMING = {"prefetch", "prefetch_bytes", "resident_bytes", "experts_on_demand"}
 DISPATCHING = ("cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch")
 WITH_MORE_ARGUMENTS = {"infer_auto_device_map": {"policy"}, **dict.fromkeys(DISPATCHING, STREAMING)}
 
