@@ -70,7 +70,9 @@ class Adapter:
         return AdapterError(
             f"the adapter {self.path} does not fit {base}: {counted(len(distinct), 'problem')}",
             details=distinct,
-            hint=hint.format(base=f"the base that adapter_config.json names ({str(named)!r:.200})"),
+            hint=hint.format(
+                base=f"the base of its training ({str(named)!r:.200})" if named else "the base of its training"
+            ),
         )
 
 

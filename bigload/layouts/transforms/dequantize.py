@@ -11,13 +11,14 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from struct import unpack
+from typing import Any, TypeGuard
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.checkpoint.quantisation import Quantisation, quantisation_of
 from bigload.conversion.arithmetic.scaled_weights import ScaledWeights
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
 from bigload.dtypes import DTYPES, DType, parse_dtype
-from bigload.errors import InvalidCheckpointError, OptionError, Problem, UnsupportedFormatError
+from bigload.errors import InvalidCheckpointError, OptionError, Problem
 from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.layouts.transforms.bitsandbytes_modules import modules_of_bitsandbytes
 from bigload.layouts.transforms.packed_modules import MisfitError, read_small_tensors, unpacked_modules
@@ -67,15 +68,15 @@ class Dequantize:
         """Return plain weights in place of the quantised ones, and a config without `quantization_config`.
 
         Raises:
-            OptionError: nothing is quantised.
-            UnsupportedFormatError: some weights would stay 8-bit floats, or would have to be transposed.
-            InvalidCheckpointError: numbers have no scale, or scales of another shape.
+            OptionError: nothing is quantised, or some weights would stay so.
+            UnsupportedFormatError: weights would have to be transposed.
+            InvalidCheckpointError: numbers have no scale, scales of another shape, or sizes of blocks are impossible.
             ReadError: what bitsandbytes says of a weight cannot be read.
         """
         checkpoint = found.checkpoint
         tensors = found.tensors
         method = quantisation_of(checkpoint)
-        problems: list[str] = []
+        problems = list(_misstated_sizes(_settings(checkpoint.config)))
         made = self._scaled(checkpoint, tensors, method, problems)
         unpacked = [
             *unpacked_modules(tensors, _settings(checkpoint.config), problems),
@@ -95,11 +96,15 @@ class Dequantize:
         left = [name for name, each in tensors.items() if _is_quantised(name, each.dtype) and name not in made]
         left = [name for name in left if name not in replaced and name.rpartition(".")[2] not in _BESIDE]
         if left:  # without quantization_config, readers would take their numbers for the weights
-            raise UnsupportedFormatError(
-                checkpoint.path,
-                f"{counted(len(left), 'tensor')} would stay quantised, for one {left[0]} ({tensors[left[0]].dtype})",
-                hint="experts that --names transformers fuses and tensors in several parts are not dequantised: write "
-                "plain weights first (reshard --dequantize bf16), then reshard those",
+            is_fused = not all(isinstance(tensors[name], TensorInfo) for name in left)
+            raise OptionError.of(
+                "dequantize",
+                self.dtype.name,
+                f"{'experts that are not fused yet' if is_fused else 'weights in forms that it knows'}: "
+                f"{counted(len(left), 'tensor')} would stay quantised, {left[0]} ({tensors[left[0]].dtype}) for one",
+                hint="fuse plain weights: reshard with --dequantize first, then --names transformers of what that wrote"
+                if is_fused
+                else "experts in one tensor are not dequantised, nor are tensors in several parts",
             )
         note = f"{counted(len(made), 'weight')} dequantised to {self.dtype.name}"
         result = found.with_tensors(_plain(tensors, made, replaced), notes=[note])
@@ -119,6 +124,7 @@ class Dequantize:
         block = _block_size(checkpoint.config)
         packed_bits = method.bits if method is not None and method.bits in (4, 8) else 0
         shapes = _packed_shapes(checkpoint.root, tensors, packed_bits, 0 if method is None else method.group_size)
+        sizes = [] if problems else _group_sizes(_settings(checkpoint.config))
         made = {}
         for name, tensor in tensors.items():
             module, _, leaf = name.rpartition(".")
@@ -136,6 +142,10 @@ class Dequantize:
             except MisfitError as error:
                 problems.append(f"{name} {error}")
                 continue
+            if operation is not None and leaf == "weight_packed" and sizes and None not in sizes:
+                groups = operation.scale.shape[1]
+                if groups not in {1 if size < 1 else -(-columns // size) for size in sizes}:
+                    problems.append(f"{operation.scale.name} has {groups} columns for group_size {sizes} in {columns}")
             if operation is not None:
                 shape = (*tensor.shape[:-1], operation.columns)
                 made[name] = ComputedTensor(f"{module}.weight", self.dtype, shape, operation)
@@ -278,6 +288,25 @@ def _settings(config: Mapping[str, object] | None) -> Mapping[str, object]:
 
 def _block_size(config: Mapping[str, object] | None) -> tuple[int, int]:
     size = _settings(config).get("weight_block_size")
-    if isinstance(size, list) and len(size) == 2 and all(isinstance(each, int) and each > 0 for each in size):
-        return size[0], size[1]
-    return _DEFAULT_BLOCK
+    return (size[0], size[1]) if _is_block(size) else _DEFAULT_BLOCK
+
+
+def _is_block(size: object) -> TypeGuard[list[int]]:
+    return isinstance(size, list) and len(size) == 2 and all(isinstance(each, int) and each > 0 for each in size)
+
+
+def _group_sizes(settings: Mapping[str, object]) -> list[Any]:
+    """Return what compressed-tensors says of each group of layers."""
+    groups = settings.get("config_groups")
+    listed = groups.values() if isinstance(groups, Mapping) else ()
+    found = [each.get("weights") for each in listed if isinstance(each, Mapping)]
+    return [weights.get("group_size") for weights in found if isinstance(weights, Mapping)]
+
+
+def _misstated_sizes(settings: Mapping[str, object]) -> Iterator[str]:
+    block = settings.get("weight_block_size")
+    if block is not None and not _is_block(block):
+        yield f"quantization_config: weight_block_size is {block!r:.40}, expected two numbers above 0"
+    for size in _group_sizes(settings):
+        if size is not None and (not isinstance(size, int) or (size < 1 and size != -1)):
+            yield f"quantization_config: group_size is {size!r:.40}, expected a number above 0, or -1 for whole rows"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 
 from bigload.checkpoint.adapter import Adapter, fit_of, matrices_of, open_adapter, weight_of
@@ -18,7 +19,7 @@ from bigload.conversion.arithmetic.low_rank import LowRankSum, ScaledSum, Stacke
 from bigload.conversion.arithmetic.unchanged import Unchanged
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, Operation, shape_of
 from bigload.conversion.derived import renamed_by_transformers
-from bigload.errors import AdapterError
+from bigload.errors import AdapterError, OptionError
 from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.planning.load_dtype import CASTABLE
 from bigload.units import counted
@@ -29,10 +30,18 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class MergeLora:
-    """Add the adapter in the folder `path`, times `scale`, to the weights that it was trained for."""
+    """Add the adapter in the folder `path`, times `scale`, to the weights that it was trained for.
+
+    Raises:
+        OptionError: the scale is not finite.
+    """
 
     path: str | Path
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.scale):
+            raise OptionError.of("lora_scale", self.scale, "a finite number")
 
     def __str__(self) -> str:
         return f"lora {name_of(str(self.path))}" + ("" if self.scale == 1 else f" x {self.scale:g}")

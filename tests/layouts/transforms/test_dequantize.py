@@ -6,7 +6,7 @@ import pytest
 
 import bigload
 from bigload.dtypes import DTYPES
-from bigload.errors import CheckpointError, InvalidCheckpointError, OptionError, UnsupportedFormatError
+from bigload.errors import CheckpointError, InvalidCheckpointError, OptionError
 from bigload.layouts.transforms.dequantize import Dequantize
 
 torch = pytest.importorskip("torch")
@@ -161,8 +161,8 @@ def test_ranks_get_parts_of_plain_weights(tmp_path):
                 "experts.down_proj": _float8(2, 4, 4),
                 "experts.down_proj_scale_inv": torch.ones(2, 1, 1),
             },
-            UnsupportedFormatError,
-            r"1 tensor would stay quantised, for one experts.down_proj \(F8_E4M3\)",
+            OptionError,
+            r"1 tensor would stay quantised, experts.down_proj \(F8_E4M3\) for one",
         ),
         (
             {
@@ -189,8 +189,8 @@ def test_ranks_get_parts_of_plain_weights(tmp_path):
                 "b.weight_packed": torch.ones(4, 4, dtype=torch.uint8),
                 "b.weight_scale": _float8(4, 1),
             },
-            UnsupportedFormatError,
-            r"1 tensor would stay quantised, for one b.weight_packed \(U8\)",
+            OptionError,
+            r"1 tensor would stay quantised, b.weight_packed \(U8\) for one",
         ),
         (
             {"a.weight_packed": torch.ones(4, 4, dtype=torch.int32), "a.weight_scale": torch.ones(4, 1)},
@@ -202,6 +202,28 @@ def test_ranks_get_parts_of_plain_weights(tmp_path):
 def test_what_cannot_be_undone_is_refused(tmp_path, tensors, error, message):
     with pytest.raises(error, match=message):
         bigload.reshard(_saved(tmp_path / "in", tensors), tmp_path / "out", transforms=[Dequantize()])
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight_block_size": [0, 128]}, "weight_block_size is .0, 128., expected two numbers above 0"),
+        ({"weight_block_size": "x"}, "weight_block_size is 'x', expected two numbers above 0"),
+        ({"group_size": 0}, "group_size is 0, expected a number above 0"),
+        ({"group_size": -5}, "group_size is -5, expected a number above 0"),
+        ({"group_size": "many"}, "group_size is 'many', expected a number above 0"),
+        ({"group_size": 16}, r"a.weight_scale has 2 columns for group_size \[16\] in 64"),
+        ({"group_size": -1}, r"a.weight_scale has 2 columns for group_size \[-1\] in 64"),
+    ],
+)
+def test_sizes_of_blocks_that_are_impossible_or_others_are_refused(tmp_path, settings, message):
+    tensors = {"a.weight_packed": torch.ones(4, 8, dtype=torch.int32), "a.weight_scale": torch.ones(4, 2)}
+    weights = {"num_bits": 4, "group_size": 32, **settings}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}, **settings}
+    source = _saved(tmp_path / "in", tensors, config)
+    with pytest.raises(InvalidCheckpointError, match=message):
+        bigload.reshard(source, tmp_path / "out", transforms=[Dequantize()])
     assert not list(tmp_path.glob("out*"))
 
 

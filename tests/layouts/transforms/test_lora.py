@@ -7,7 +7,7 @@ import json
 import pytest
 
 import bigload
-from bigload import AdapterError, MergeLora
+from bigload import AdapterError, MergeLora, OptionError
 
 torch = pytest.importorskip("torch")
 safe = pytest.importorskip("safetensors.torch")
@@ -170,6 +170,12 @@ def test_kinds_that_cannot_be_merged_are_refused(base, tmp_path, config, message
     adapter = _adapter(tmp_path / "a", _matrices("model.q_proj"), **config)
     with pytest.raises(AdapterError, match=message):
         bigload.reshard(base, tmp_path / "out", transforms=[MergeLora(adapter)])
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("-inf")])
+def test_scales_that_are_not_finite_are_refused(tmp_path, scale):
+    with pytest.raises(OptionError, match=f"lora_scale is {scale}; expected a finite number"):
+        MergeLora(tmp_path, scale)
 
 
 def test_what_is_no_adapter_is_refused(base, tmp_path):
