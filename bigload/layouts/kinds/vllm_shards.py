@@ -194,10 +194,14 @@ def lay_out(request: LayoutRequest) -> Output:
     """Return the files of `tp` ranks in the form of vLLM's `sharded_state`.
 
     Raises:
-        OptionError, PartitionError: see `VllmModel.of`.
+        OptionError, PartitionError: see `VllmModel.of`; or tensors are not the stored ones.
     """
     checkpoint, options = request.checkpoint, request.options
     assert options.tp is not None, "required_options"
+    if request.sources:
+        hint = "two steps: reshard with the transform first, then --layout vllm of what that wrote"
+        expected = f"tensors as they are stored, where a transform makes {next(iter(request.sources))}"
+        raise OptionError.of("layout", "vllm", expected, hint=hint)
     model = VllmModel.of(checkpoint, tp=options.tp, version=options.vllm_version)
     if not options.any_expert_size:
         model.check_expert_sizes()
