@@ -48,9 +48,19 @@ LATENT = {
 }
 GROUPS = {"n_group": 2, "topk_group": 1}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 GPT2 = {"intermediate_size": 512, "n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 128}
 CASES = {
     "llama": {"attention_bias": True},
+    "llama 3.1": {"head_dim": 64, "rope_parameters": LLAMA3},
+    "llama 3.1 of 64 tokens": {"head_dim": 64, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
     "mistral": {},
     "mixtral": {"num_local_experts": 4},
     "qwen2": {"tie_word_embeddings": True},

@@ -12,8 +12,9 @@ joined where values are decoded (`layouts/transforms/gguf_values.py`).
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from bigload.checkpoint.formats.gguf_families import FAMILIES, Family, GgufRule
@@ -119,6 +120,46 @@ def _rope(metadata: Mapping[str, str], prefix: str, config: Mapping[str, object]
             scaling["truncate"] = False
         found["rope_scaling"] = scaling
     return found
+
+
+def llama3_factors(
+    size: int, base: float, factor: float, bounds: tuple[float, float], length: float
+) -> tuple[float, ...]:
+    """Return by what Llama 3.1 divides each frequency of heads of this `size`.
+
+    The rule is that of `_compute_llama3_parameters` in transformers 5, `modeling_rope_utils.py`.
+    """
+    (low, high), factors = bounds, []
+    for each in range(0, size, 2):
+        wavelength = 2 * math.pi * base ** (each / size)
+        share = min(max((length / wavelength - low) / (high - low), 0), 1)
+        factors.append(1 / ((1 - share) / factor + share))
+    return tuple(factors)
+
+
+def llama3_scaling(factors: Sequence[float], config: Mapping[str, object]) -> dict[str, object]:
+    """Return `rope_scaling` of Llama 3.1 that gives these `factors`; empty if none does.
+
+    They tell its bounds as shares of the original length, which no key says: that of Llama 3.1 is taken.
+    """
+    base, length, factor = config.get("rope_theta"), 8192, max(factors)
+    if not isinstance(base, int | float) or base <= 0 or not 1 < factor < math.inf or min(factors) <= 0:
+        return {}
+    bounds = [(1.0, 4.0)]
+    between = [number for number, each in enumerate(factors) if 1 < each < factor * (1 - 1e-6)]
+    if len(between) > 1:  # a line through two of them
+        ends = between[0], between[-1]
+        x, y = (length * base ** (-each / len(factors)) / 2 / math.pi for each in ends)
+        s, t = ((factor / factors[each] - 1) / (factor - 1) for each in ends)
+        low = x - s * (x - y) / (s - t) if s != t else 0.0
+        bounds.append((round(low, 4), round(low + (x - y) / (s - t), 4) if s != t else 0.0))
+    for low, high in bounds:
+        if 0 < low < high:
+            expected = llama3_factors(2 * len(factors), base, factor, (low, high), length)
+            if all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(factors, expected, strict=True)):
+                found = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+                return {"rope_type": "llama3", **found, "original_max_position_embeddings": length}
+    return {}
 
 
 def _json(metadata: Mapping[str, str], key: str) -> object:

@@ -14,13 +14,12 @@ Readers: llama.cpp, transformers (`gguf_file="model.gguf"`), gguf-py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from bigload.checkpoint.formats.gguf import stored_keys
 from bigload.checkpoint.formats.gguf_families import FAMILIES, HEADS, Family, GgufRule
-from bigload.checkpoint.formats.gguf_model import gguf_names, rule_of
+from bigload.checkpoint.formats.gguf_model import gguf_names, llama3_factors, rule_of
 from bigload.checkpoint.formats.gguf_tokenizer import UnknownTokenizerError, tokenizer_metadata
 from bigload.checkpoint.formats.gguf_writing import MetadataValue, encode_header, padding
 from bigload.checkpoint.formats.registry import GGUF, read_shard_header
@@ -393,9 +392,7 @@ def _scaling(config: Mapping[str, object]) -> dict[str, str | int | float]:
     if kind == "linear":
         return found
     share = scaling.get("mscale_all_dim")
-    is_cut = (
-        config.get("model_type") != "gpt_oss"
-    )  # whose bounds llama.cpp rounds all the same, as its converter has it
+    is_cut = config.get("model_type") != "gpt_oss"  # whose bounds llama.cpp rounds, and its converter lets it
     for key, expected in (("truncate", is_cut), ("attention_factor", None), ("mscale", share)):
         if scaling.get(key, expected) != expected:
             text = f"rotary embeddings of YaRN whose {key} is {expected!r}, as llama.cpp computes"
@@ -429,10 +426,7 @@ def _rope(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def rope_factors(config: Mapping[str, object], family: Family) -> tuple[float, ...]:
-    """Return by what each frequency is divided, as Llama 3.1 does; empty where none is.
-
-    The rule is that of `_compute_llama3_parameters` in transformers 5, `modeling_rope_utils.py`.
-    """
+    """Return by what each frequency is divided, as Llama 3.1 does; empty where none is."""
     scaling = _rope(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("default", "linear", "yarn"):
@@ -446,18 +440,9 @@ def rope_factors(config: Mapping[str, object], family: Family) -> tuple[float, .
         _positive(scaling, key)
         for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
-    head_dim = _head_dim(config, family)
-    factors = []
-    for each in range(0, head_dim, 2):
-        wavelength = 2 * math.pi * base ** (each / head_dim)
-        if wavelength < length / high:
-            factors.append(1.0)
-        elif wavelength > length / low:
-            factors.append(factor)
-        else:
-            share = (length / wavelength - low) / (high - low)
-            factors.append(1 / ((1 - share) / factor + share))
-    return tuple(factors)
+    if high <= low:
+        raise _refusal(f"rotary embeddings with a high_freq_factor above {low:g}, the low one; found {high:g}")
+    return llama3_factors(_head_dim(config, family), float(base), factor, (low, high), length)
 
 
 def _positive(scaling: Mapping[str, object], key: str) -> float:

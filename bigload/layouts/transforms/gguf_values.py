@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.formats.gguf_families import HEADS, Family
-from bigload.checkpoint.formats.gguf_model import family_of, joined, rule_of
+from bigload.checkpoint.formats.gguf_model import family_of, joined, llama3_scaling, rule_of
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.conversion.arithmetic.ggml_blocks import (
     DECODED_BY_PACKAGE,
@@ -21,10 +22,13 @@ from bigload.dtypes import DTYPES, DType
 from bigload.errors import OptionError, UnsupportedFormatError
 from bigload.extras import require
 from bigload.layouts.tensors_to_write import TensorsToWrite
+from bigload.layouts.transforms.packed_modules import read_small_tensors
 from bigload.units import counted
 
 _OF_LLAMA_CPP = ("rope_freqs.", "rope_factors_")
-"""Tensors that llama.cpp computes from the config of a model, and transformers computes when it runs one."""
+"""Tensors that llama.cpp's converter computes from the config of a model, and transformers when it runs one."""
+
+_MAX_FACTOR_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,27 @@ class DecodeGguf:
                 kept.append(from_gguf(rule, name, tensors, config))
         notes = [f"{counted(len(packed), 'tensor')} decoded from {', '.join(sorted({t.dtype.name for t in packed}))}"]
         if left:
-            notes.append(f"left out, because transformers computes it: {', '.join(left)}")
+            scaling = _scaling(checkpoint, left)
+            if scaling:
+                found = replace(found, checkpoint=replace(checkpoint, config={**config, "rope_scaling": scaling}))
+                notes.append(f"{left[0]} is rope_scaling llama3 in config.json")
+            else:
+                text = "not written, and rope_scaling of config.json has no form of it: put that of the original there"
+                notes.append(f"{', '.join(left)}: {text}")
         if family is None:
             notes.append("the names are those of the file: the architecture is not known")
         documents, note = _tokenizer(checkpoint)
         decoded = found.with_tensors(kept, notes=[*(notes if packed else notes[1:]), note])
         return replace(decoded, documents={**found.documents, **documents})
+
+
+def _scaling(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
+    """Return `rope_scaling` that stands for the tensors with these names, if it is that of Llama 3.1."""
+    tensor = checkpoint.tensors[names[0]]
+    if names != ["rope_freqs.weight"] or tensor.dtype != DTYPES["F32"] or not 0 < tensor.num_bytes <= _MAX_FACTOR_BYTES:
+        return {}
+    (raw,) = read_small_tensors(checkpoint.root, [tensor]).values()
+    return llama3_scaling(struct.unpack(f"<{len(raw) // 4}f", raw), checkpoint.config or {})
 
 
 def check_decoded(path: str, tensors: Iterable[TensorInfo]) -> None:

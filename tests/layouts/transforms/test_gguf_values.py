@@ -179,7 +179,7 @@ def test_config_and_names_are_those_of_transformers(tmp_path):
     }
     assert config == expected
     assert "rope_freqs.weight" not in bigload.open_checkpoint(tmp_path / "out").tensors
-    assert any("left out" in note and "rope_freqs" in note for note in report.output.notes)
+    assert any("put that of the original" in note and "rope_freqs" in note for note in report.output.notes)
 
 
 def test_a_transform_follows_the_decoding(tmp_path):
