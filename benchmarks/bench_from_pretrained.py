@@ -1,7 +1,7 @@
 """Measure transformers' `from_pretrained` with its own reader and with bigload's, and print it.
 
     python benchmarks/bench_from_pretrained.py [--gib 4] [--rounds 3] [--folder FOLDER] [--memory ready]
-        [--shape mixtral] [--shape llama]
+        [--shape mixtral] [--shape llama] [--state warm] [--state cold]
 
 Two checkpoints are made in FOLDER or in the temporary folder: one in the form of Mixtral, whose experts transformers 5
 fuses, and a dense one in that of Llama. Each load is a process of its own, in rotating order, from a warm and from a
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--shape", choices=list(GOALS), action="append")
+    parser.add_argument("--state", type=CacheState, choices=[CacheState.WARM, CacheState.COLD], action="append")
     parser.add_argument("--memory", choices=["ready", "as-is"], default="ready")
     parser.add_argument("--child", choices=[THEIRS, OURS], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -60,7 +61,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             make(shape, Path(folder), round(arguments.gib * GIB))
             size = bigload.open_checkpoint(folder).total_bytes
-            for state in CacheState.WARM, CacheState.COLD:
+            for state in arguments.state or (CacheState.WARM, CacheState.COLD):
                 print(f"{shape}: {size / GIB:.2f} GiB, {state.value} cache")
                 loads = {name: partial(child, name, Path(folder), state, arguments.memory) for name in (THEIRS, OURS)}
                 show(in_rounds(loads, rounds=arguments.rounds), GOALS[shape])
