@@ -26,20 +26,19 @@ MOST_RECENT_BYTES = 256 * MIB
 class OperandRows(NamedTuple):
     """Rows `start` to `stop` (exclusive) of `tensor`, wanted by an operation; all rows of one with strides.
 
-    With `is_kept`, they are the same for every call, small, and read once. With `is_recent`, they are the same for many
-    neighbouring rows, which lie across them: those used last stay in memory, so they may have `MOST_RECENT_BYTES`.
+    With `is_recent`, they are the same for many neighbouring rows, which lie across them: those used last stay in
+    memory, so they may have `MOST_RECENT_BYTES`.
     """
 
     tensor: Operand
     start: int
     stop: int
-    is_kept: bool = False
     is_recent: bool = False
 
     @classmethod
-    def all_of(cls, tensor: Operand, *, is_kept: bool = False) -> OperandRows:
+    def all_of(cls, tensor: Operand, *, is_recent: bool = False) -> OperandRows:
         """Return all rows of `tensor`."""
-        return cls(tensor, 0, num_rows(tensor), is_kept)
+        return cls(tensor, 0, num_rows(tensor), is_recent)
 
     @property
     def row_bytes(self) -> int:

@@ -55,11 +55,11 @@ class LowRankSum:
         return (self.base, self.down, self.up, *extra)
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return rows of the weight and, read once, the adapter's matrices."""
-        kept = (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
+        """Return rows of the weight and the adapter's matrices."""
+        small = (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
         weights = (self.base,) if self.unmerged is None else (self.base, self.unmerged)
         return (
-            *(OperandRows.all_of(each, is_kept=True) for each in kept),
+            *(OperandRows.all_of(each, is_recent=True) for each in small),
             *(OperandRows(each, start, stop) for each in weights),
         )
 
@@ -71,14 +71,14 @@ class LowRankSum:
         rank = self.down.shape[0]
         down, up = down.reshape(rank, -1), up.reshape(-1, rank)
         if self.is_transposed:
-            product = (up @ down[:, start:stop]).T * self.scale
+            product = (up @ down[:, start:stop]).T.mul_(self.scale)
             outputs = slice(None)
         else:
             outputs = slice(start // self.row_multiple, -(-stop // self.row_multiple))
-            product = (up[outputs] @ down) * self.scale
+            product = (up[outputs] @ down).mul_(self.scale)
         if self.magnitude is None:
             (base,) = others
-            return base + product.reshape(base.shape)
+            return product.reshape(base.shape).add_(base)
         magnitude, base, *unmerged = others
         dim = 0 if self.is_transposed else 1
         weight = (unmerged[0] if unmerged else base).reshape(product.shape) + product
@@ -112,9 +112,9 @@ class StackedLowRankSum:
         return self.base, self.down, self.up
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return rows of the weights and, read once, the adapter's matrices."""
-        kept = (OperandRows.all_of(each, is_kept=True) for each in (self.down, self.up))
-        return OperandRows(self.base, start, stop), *kept
+        """Return rows of the weights and the adapter's matrices."""
+        small = (OperandRows.all_of(each, is_recent=True) for each in (self.down, self.up))
+        return OperandRows(self.base, start, stop), *small
 
     def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum, expert by expert."""

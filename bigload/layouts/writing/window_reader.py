@@ -146,7 +146,7 @@ def _joined(several: Iterable[StridedRange]) -> Iterator[StridedRange]:
 
 
 def _read_for(portion: Portion) -> Iterator[Portion]:
-    """Yield what is read to fill `portion`: itself, or what it is computed from, but for what is read once and kept."""
+    """Yield what is read to fill `portion`: itself, or what it is computed from, but for what stays in memory."""
     source = portion.tensor.source
     if not isinstance(source, ComputedTensor):
         yield portion
@@ -156,7 +156,7 @@ def _read_for(portion: Portion) -> Iterator[Portion]:
     first, last = portion.start // row_bytes, -(-portion.stop // row_bytes)
     for _, start, stop in source_rows(source.shape, tensor.parts, first, last):
         for rows in source.operation.rows_for(*source.whole_rows(start, stop)):
-            if not (rows.is_kept or rows.is_recent):
+            if not rows.is_recent:
                 yield from _read_for(_portion_of(rows))
 
 

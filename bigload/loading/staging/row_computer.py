@@ -49,16 +49,15 @@ Fill = Callable[[memoryview, TensorInfo | AssembledTensor, int, int], None]
 class RowComputer:
     """Computes elements of tensors; `fill` reads what they are computed from. Several threads may share one.
 
-    As many threads compute at a time as there are cores: more would only need more memory. Operands that are kept take
-    their bytes until the end, recent ones `_RECENT_BYTES` or those of one, besides what threads hold to the end of
-    their call, and all else a few blocks of `STEP_ELEMENTS` for each of these threads.
+    As many threads compute at a time as there are cores: more would only need more memory. Recent
+    operands take `_RECENT_BYTES` or those of one, besides what threads hold to the end of their call, and all else a
+    few blocks of `STEP_ELEMENTS` for each of these threads.
     """
 
     def __init__(self, fill: Fill) -> None:
         keep_freed_memory(_FREED_BYTES)
         self._fill = fill
         self._lock = threading.Lock()
-        self._kept: Held = {}
         self._recent: Held = {}  # the one used last is the last
         self._idle: list[Blocks] = []
         self._turns = threading.BoundedSemaphore(usable_cores())
@@ -98,22 +97,12 @@ class RowComputer:
         if isinstance(operation, ScalesOfWeights) and (known := operation.known(first, last)) is not None:
             return known
         operands = [
-            self._kept_operand(rows)
-            if rows.is_kept
-            else self._recent_operand(rows, memory.held)
+            self._recent_operand(rows, memory.held)
             if rows.is_recent
             else self._operand(rows, memory, f"{use} {number}")
             for number, rows in enumerate(operation.rows_for(first, last))
         ]
         return operation.compute(first, last, operands)[start - first : stop - first]
-
-    def _kept_operand(self, rows: OperandRows) -> torch.Tensor:
-        with self._lock:
-            found = self._kept.get(rows)
-            if found is None:
-                # In memory of its own size: a block is large, and adapters have thousands of small matrices.
-                found = self._kept[rows] = self._operand(rows, _Memory({}, {}), "kept").clone()
-            return found
 
     def _recent_operand(self, rows: OperandRows, held: Held) -> torch.Tensor:
         # Held, so that no operand is read twice for a call, whatever other threads use meanwhile.
@@ -160,10 +149,10 @@ class RowComputer:
 
 
 def _read_bytes(tensor: ComputedTensor) -> int:
-    """Return about how many bytes are read for one row, besides what is kept."""
+    """Return about how many bytes are read for one row, besides what stays in memory."""
     first, last = tensor.whole_rows(0, 1)
     rows = tensor.operation.rows_for(first, last)
-    num_bytes = sum(each.num_bytes for each in rows if not (each.is_kept or each.is_recent))
+    num_bytes = sum(each.num_bytes for each in rows if not each.is_recent)
     return max(num_bytes // max(last - first, 1), 1)
 
 

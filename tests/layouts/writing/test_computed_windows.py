@@ -39,7 +39,7 @@ class _Sum:
     def rows_for(self, start, stop):
         assert start % self.row_multiple == 0
         assert stop % self.row_multiple == 0 or stop == num_rows(self.twice)
-        return OperandRows(self.twice, start, stop), OperandRows(self.bias, 0, 1, is_kept=True)
+        return OperandRows(self.twice, start, stop), OperandRows(self.bias, 0, 1, is_recent=True)
 
     def compute(self, start, stop, operands):
         twice, bias = operands
