@@ -87,7 +87,9 @@ def _transposed_to(tensor: Operand) -> Operand:
 
 
 def _exponential(tensor: Operand, *, is_inverse: bool = False) -> Operand:
-    return ComputedTensor(tensor.name, DTYPES["F32"], shape_of(tensor), NegatedExponential(tensor, is_inverse))
+    return ComputedTensor(
+        tensor.name, DTYPES["F32"], shape_of(tensor), NegatedExponential(tensor, is_inverse=is_inverse)
+    )
 
 
 def _plain(tensor: Operand) -> DType:

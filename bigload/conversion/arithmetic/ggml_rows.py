@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bigload.conversion.arithmetic.unchanged import Unchanged
 from bigload.conversion.computed_tensor import Operand, OperandRows, num_rows, shape_of
 
 if TYPE_CHECKING:
@@ -136,21 +137,10 @@ class ReorderedRows:
 
 
 @dataclass(frozen=True)
-class NegatedExponential:
+class NegatedExponential(Unchanged):
     """`-exp(x)` of every value, as llama.cpp has the decay of Mamba; or its inverse."""
 
-    tensor: Operand
     is_inverse: bool = False
-    row_multiple: int = 1
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The tensor."""
-        return (self.tensor,)
-
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return the same rows."""
-        return (OperandRows(self.tensor, start, stop),)
 
     def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
         """Return their values in float32."""
