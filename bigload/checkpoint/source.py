@@ -1,30 +1,27 @@
-"""Find the files of a checkpoint and open it: a file, a folder or an index, on this machine or a remote one."""
+"""Open a checkpoint: a file, a folder or an index, on this machine or at a remote location."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar, copy_context
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
+from bigload.checkpoint.folder_files import (
+    advice_for,
+    are_whole,
+    files_of_first_form,
+    main_file,
+    main_file_of_library,
+    one_to_name,
+    why_none,
+)
 from bigload.checkpoint.formats.dcp_safetensors import joined_parts, part_files
 from bigload.checkpoint.formats.gguf_splits import split_files, split_problems
-from bigload.checkpoint.formats.registry import (
-    DCP,
-    FORMATS,
-    LIBRARY_BASES,
-    CheckpointFormat,
-    LegacyFileError,
-    main_files,
-    read_shard_header,
-    weight_suffixes,
-)
+from bigload.checkpoint.formats.registry import DCP, FORMATS, main_files, weight_suffixes
 from bigload.checkpoint.formats.unsupported import (
     adapter_warning,
     refuse_deepspeed,
@@ -32,6 +29,7 @@ from bigload.checkpoint.formats.unsupported import (
     refuse_other_folder,
 )
 from bigload.checkpoint.index import ShardIndex, read_beside, read_index, resolve_shard
+from bigload.checkpoint.location import locate
 from bigload.checkpoint.model import (
     AssembledTensor,
     Checkpoint,
@@ -51,8 +49,15 @@ from bigload.checkpoint.pipeline import (
     listed_components,
     listed_modules,
 )
+from bigload.checkpoint.shard_headers import (
+    OnHeader,
+    contradictions,
+    meanwhile,
+    on_header_read,
+    read_headers,
+    stored_twice,
+)
 from bigload.checkpoint.sources.listings import is_there, listed
-from bigload.checkpoint.sources.small_reads import GUESSED_BYTES
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import (
     CheckpointError,
@@ -62,26 +67,10 @@ from bigload.errors import (
     Problem,
     ReadError,
 )
-from bigload.units import counted
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 DELTA_FILE = "bigload-delta.json"
 """See `delta.py`, which is imported when there is one."""
 
-KNOWN_SCHEMES = ("file", "hf", "https", "s3", "gs", "az")
-
-REMOTE_READS = 16
-"""Headers that are fetched at once: as many connections as the client keeps open."""
-
-_SHARD_OF_MANY = re.compile(r".*-of-\d+\.\w+")
-
-
-OnHeader = Callable[[int, int], None]
-"""Called with how many headers have been read, and of how many."""
-
-_on_header: ContextVar[OnHeader | None] = ContextVar("on_header", default=None)
 _all_tensors: ContextVar[bool] = ContextVar("all_tensors", default=False)
 
 
@@ -122,7 +111,7 @@ def open_checkpoint(
         AccessDeniedError: a service refuses it to this user.
         CheckpointError: a file cannot be read.
     """
-    token, second = _on_header.set(on_header), _all_tensors.set(all_tensors)
+    token, second = on_header_read.set(on_header), _all_tensors.set(all_tensors)
     try:
         place = locate(path)
         if not scheme_of(place).is_local:
@@ -142,7 +131,7 @@ def open_checkpoint(
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
     finally:
-        _on_header.reset(token)
+        on_header_read.reset(token)
         _all_tensors.reset(second)
 
 
@@ -155,92 +144,6 @@ def open_files(files: Sequence[Path]) -> Checkpoint:
         CheckpointError: a file cannot be read.
     """
     return _open_files(files[0].parent, None, [file.name for file in files], str(files[0].parent))
-
-
-def checkpoint_root(path: str | Path) -> Path | None:
-    """Return the folder that the files of a checkpoint at `path` are in, also where they are gone; None without one."""
-    place = Path(path).expanduser()
-    root = place.parent if place.suffix in (".json", *weight_suffixes()) and not place.is_dir() else place
-    return root if root.is_dir() else None
-
-
-def locate(path: str | Path, *, find_cached: bool = True) -> Path:
-    """Return the location of what `path` names: a path of this machine that exists, or a pinned remote location.
-
-    Args:
-        path: What the user named.
-        find_cached: Return the folder of a cache instead of a remote location, where that has the whole checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing of that name.
-        AccessDeniedError: a service refuses it to this user.
-        CheckpointError, ReadError: the system or a service cannot be asked.
-    """
-    try:
-        place = Path(re.sub(r"^(file|local):/+", "/", str(path))).expanduser()
-        if not scheme_of(place).is_local:
-            return _remote(place, find_cached=find_cached)
-        exists = place.exists()
-        if exists and str(path).endswith("/") and not place.is_dir():  # Path drops the slash, the system would not
-            raise CheckpointNotFoundError(path, "not a folder")
-    except (CheckpointError, ReadError):
-        raise
-    except (RuntimeError, ValueError) as error:  # no such user; a NUL character
-        raise CheckpointNotFoundError(path, str(error)) from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    if exists:
-        return place
-    if scheme := re.match(r"([\w+.-]{2,}):/", str(path)):
-        raise _without_place(path, scheme[1])
-    location = _hub_location(str(path))
-    if location is None:
-        raise CheckpointNotFoundError(path, "no such file or folder")
-    try:
-        return _remote(location, find_cached=find_cached)
-    except CheckpointNotFoundError as error:
-        reason = f"no such file or folder here, and {error.message.partition(': ')[2]}"
-        raise CheckpointNotFoundError(path, reason, details=error.details, hint=error.hint) from None
-
-
-def _without_place(path: str | Path, scheme: str) -> CheckpointNotFoundError:
-    """Return the error for an address that is no location."""
-    if scheme in KNOWN_SCHEMES:
-        return CheckpointNotFoundError(path, "the address names no folder")
-    hint = f"known are {', '.join(KNOWN_SCHEMES)}, and those of fsspec (memory, sftp, smb ...)"
-    return CheckpointNotFoundError(path, f'no scheme "{scheme:.40}" is known', hint=hint)
-
-
-def _hub_location(text: str) -> Path | None:
-    """Return the location of `org/model[@revision][/subfolder]`; None where that is another path, or none at all."""
-    first, _, rest = text.partition("/")
-    if not rest or first in ("", ".", "..", "~") or ("/" in rest and "@" not in rest and Path(first).is_dir()):
-        return None
-    # Imported here: a local path never needs it.
-    from bigload.checkpoint.sources.hub import parse_address
-
-    address = parse_address(text)
-    return None if address is None else address.location
-
-
-def _remote(location: Path, *, find_cached: bool) -> Path:
-    """Return the pinned location, or the local folder that has the whole checkpoint already."""
-    scheme = scheme_of(location)
-    folder = scheme.local_folder(location) if find_cached else None
-    return folder if folder is not None and _is_whole(folder) else scheme.pin(location)
-
-
-def _is_whole(place: Path) -> bool:
-    """Return whether the cache holds a checkpoint with all of its shards."""
-    if not place.is_dir():
-        return place.is_file() and not place.name.endswith(".json")
-    for form in FORMATS.values():
-        if (place / form.whole_file).is_file():
-            return True
-        if (place / form.default_index).is_file():
-            shards = set(read_index(place / form.default_index).weight_map.values())
-            return all((place / shard).is_file() for shard in shards)
-    return False
 
 
 def _open_remote(location: Path, *, trusts_recent: bool) -> Checkpoint:
@@ -270,52 +173,25 @@ def _open_folder(root: Path, path: str) -> Checkpoint:
 def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
     """Open the checkpoint in a folder whose files are `listed`, with those of its folders as `folder/name`."""
     names = [name for name in listed if "/" not in name]
-    main = _main_file(root, names, path)
+    main = main_file(root, names, path)
     if main is None and PIPELINE_FILE in names:
         return _open_pipeline(root, listed, path)
     if MODULES_FILE in names and (found := _open_modules(root, listed, path)):
         return found
-    if main := main or _main_file_of_library(names):
+    if main := main or main_file_of_library(names):
         if main.endswith(".index.json"):
             return _open_sharded(root, main, path)
         return _open_files(root, None, [main], path)
     refuse_deepspeed(root, path, names)
-    what_else = _what_else(root, listed)
-    files = _files_of_first_form(names)
-    is_split = bool(files) and files[0].endswith(".gguf") and set(files) == set(split_files(files[0]))
-    is_one = len(files) == 1 and what_else is None and not _SHARD_OF_MANY.fullmatch(files[0])
     if parts := part_files(names):
         return _open_parts(root, parts, path)
-    if is_split or is_one:
+    files = files_of_first_form(names)
+    advice = advice_for(root, listed)
+    if advice is None and are_whole(files):
         return _open_files(root, None, files[:1], path)
-    if not files and what_else is None:
+    if advice is None and not files:
         refuse_other_folder(path, names)
-    raise CheckpointNotFoundError(path, _why_none(names), hint=what_else or _one_of(root, files))
-
-
-def _main_file(root: Path, names: list[str], path: str) -> str | None:
-    """Return the file or index by which transformers and others load a folder."""
-    for form in FORMATS.values():
-        indexes = [name for name in names if name.endswith(form.index_suffix)]
-        for file in (form.whole_file, form.default_index):
-            if file in names:
-                return file
-        if len(indexes) > 1:
-            for base in LIBRARY_BASES:
-                if f"{base}{form.index_suffix}" in indexes:
-                    return f"{base}{form.index_suffix}"
-            hint = f"name the one you mean: {root / indexes[0]}"
-            raise CheckpointNotFoundError(path, f"{len(indexes)} index files, which differ", details=indexes, hint=hint)
-        if indexes:
-            return indexes[0]
-    return None
-
-
-def _main_file_of_library(names: list[str]) -> str | None:
-    """Return the file by which diffusers or PEFT loads a folder, whatever variants are beside it; else a lone index."""
-    files = (f"{base}{suffix}" for form in FORMATS.values() for base in LIBRARY_BASES for suffix in form.suffixes)
-    indexes = [name for name in names if name.endswith(".index.json")]
-    return next((file for file in files if file in names), indexes[0] if len(indexes) == 1 else None)
+    raise CheckpointNotFoundError(path, why_none(names), hint=advice or one_to_name(root, files))
 
 
 def _open_delta(root: Path, path: str) -> Checkpoint:
@@ -400,41 +276,6 @@ def _open_by_known_names(root: Path, path: str) -> Checkpoint:
     raise CheckpointNotFoundError(path, f"none of {', '.join(main_files())} can be read there")
 
 
-def _one_of(root: Path, files: list[str]) -> str | None:
-    """Return the advice to name a file, where some are checkpoints of their own."""
-    whole = [name for name in files if not _SHARD_OF_MANY.fullmatch(name)]
-    return f"name the one you mean: {root / whole[0]}" if whole else None
-
-
-def _files_of_first_form(names: list[str]) -> list[str]:
-    """Return the safetensors files among `names`; torch's without those, for a training leaves some beside them."""
-    found = ([name for name in names if name.endswith(form.suffixes)] for form in FORMATS.values())
-    return next((files for files in found if files), [])
-
-
-def _why_none(names: list[str]) -> str:
-    for form in FORMATS.values():
-        files = [name for name in names if name.endswith(form.suffixes)]
-        if files and form is DCP:
-            return f"{counted(len(files), '.distcp file')} but no {DCP.whole_file} that says which tensor is where"
-        if files:
-            found = counted(len(files), f"{' or '.join(form.suffixes)} file")
-            return f"{found} but no index ({form.default_index}) that says which tensor is where"
-    return f"the folder holds neither {' nor '.join(form.whole_file for form in FORMATS.values())} nor an index"
-
-
-def _what_else(root: Path, names: list[str]) -> str | None:
-    """Return what to do with a folder of weights that is no checkpoint in itself, if it is one that is known."""
-    is_there = any(name.startswith("rank-0/") for name in names) or (root / "rank-0").is_dir()
-    if "ranks.json" in names and is_there:
-        return f"it was resharded for tensor-parallel ranks; name the folder of one of them: {root / 'rank-0'}"
-    if any(name.endswith(".distcp") for name in names):
-        return f"torch.distributed.checkpoint writes {DCP.whole_file} last: it was interrupted, or not all was copied"
-    if "index.json" in names and any(name.endswith(".dat") for name in names):
-        return "it is an offload folder as accelerate has them; in Python: bigload.OffloadFolder.open"
-    return None
-
-
 def _open_sharded(root: Path, index_file: str, path: str) -> Checkpoint:
     index = read_index(root / index_file)
     if not index.weight_map:
@@ -450,18 +291,18 @@ def _open_files(
         return _open_distributed(root, path)
     if index_file is None and len(files) == 1:
         files = split_files(files[0])
-    with _meanwhile(partial(_read_config, root), is_local=scheme_of(root).is_local) as read_config:
-        headers, problems, legacy = _read_headers(root, files, index_file, index)
+    with meanwhile(partial(_read_config, root), is_local=scheme_of(root).is_local) as read_config:
+        headers, problems, legacy = read_headers(root, files, index_file, index)
     tensors = StoredTensors.of_all([header.tensors for header in headers])
     if len(tensors) != sum(len(header.tensors) for header in headers):
-        problems += _stored_twice(headers)
+        problems += stored_twice(headers)
         tensors = StoredTensors.of_all([header.tensors for header in reversed(headers)])  # the first counts
     problems += split_problems([header.shard for header in headers], len(tensors), is_whole=not problems)
     if index is not None and not legacy:
         is_listed = all({*map(index.weight_map.get, each.tensors)} <= {each.shard.file} for each in headers)
         if not is_listed or len(tensors) != len(index.weight_map):
             files_of = {name: tensor.span.file for name, tensor in tensors.items()}
-            problems += _contradictions(index, files_of, {header.shard.file for header in headers})
+            problems += contradictions(index, files_of, {header.shard.file for header in headers})
     if problems:
         raise InvalidCheckpointError(path, problems)
     if legacy:
@@ -515,8 +356,8 @@ def _open_distributed(root: Path, path: str) -> Checkpoint:
 
     folder = DistributedFolder(all_tensors=_all_tensors.get())
     metadata_form, items_form = (replace(DCP, reader=each) for each in (folder.read_metadata, folder.read_items))
-    first, problems, _ = _read_headers(root, [DCP.whole_file], None, form=metadata_form)
-    headers, of_items, _ = _read_headers(root, sorted(folder.files), DCP.whole_file, form=items_form)
+    first, problems, _ = read_headers(root, [DCP.whole_file], None, form=metadata_form)
+    headers, of_items, _ = read_headers(root, sorted(folder.files), DCP.whole_file, form=items_form)
     problems += of_items
     found = ({}, problems) if problems else folder.joined()
     return _of_pieces(root, path, [*first, *headers], found, index_file=DCP.whole_file)
@@ -524,7 +365,7 @@ def _open_distributed(root: Path, path: str) -> Checkpoint:
 
 def _open_parts(root: Path, files: list[str], path: str) -> Checkpoint:
     """Open what the ranks of a training saved as parts in safetensors."""
-    headers, problems, _ = _read_headers(root, files, None)
+    headers, problems, _ = read_headers(root, files, None)
     return _of_pieces(root, path, headers, ({}, problems) if problems else joined_parts(headers))
 
 
@@ -553,160 +394,6 @@ def _of_pieces(
         warnings=(*(warning for header in headers for warning in header.warnings), *warnings),
         assembled=assembled,
     )
-
-
-def _read_headers(
-    root: Path,
-    files: list[str],
-    index_file: str | None,
-    index: ShardIndex | None = None,
-    form: CheckpointFormat | None = None,
-) -> tuple[list[ShardHeader], list[Problem], list[str]]:
-    """Return the headers of `files`, what is wrong with the others, and which are bare pickles.
-
-    They are in the format `form`, or in that of their names.
-    """
-    is_local = scheme_of(root).is_local
-    guesses = Counter[str]() if index is None or is_local else _guessed_header_bytes(index)
-    headers, problems, legacy = [], list[Problem](), []
-
-    def read(file: str) -> ShardHeader | Problem | InvalidCheckpointError | LegacyFileError:
-        return _read_header(root, file, index_file, form, guess=guesses[file] or GUESSED_BYTES)
-
-    on_header = None if is_local else _on_header.get()
-    for done, found in enumerate(_each(read, files, is_local=is_local), start=1):
-        if on_header is not None:
-            on_header(done, len(files))
-        match found:
-            case ShardHeader():
-                headers.append(found)
-            case Problem():
-                problems.append(found)
-            case InvalidCheckpointError():
-                problems += found.problems
-            case LegacyFileError():
-                legacy.append(files[done - 1])
-    return headers, problems, legacy
-
-
-T = TypeVar("T")
-
-
-def _each(read: Callable[[str], T], files: list[str], *, is_local: bool) -> Iterator[T]:
-    """Yield what `read` returns for each of `files`, in their order; remote ones are read several at once."""
-    if is_local or len(files) == 1:
-        yield from map(read, files)
-        return
-    with _in_threads([partial(read, file) for file in files]) as results:
-        for result in results:
-            yield result.result()
-
-
-@contextmanager
-def _meanwhile(read: Callable[[], T], *, is_local: bool) -> Iterator[Callable[[], T]]:
-    """Give `read`; of a remote file, what gives its result, which a thread fetches while the context lasts."""
-    if is_local:
-        yield read
-        return
-    with _in_threads([read]) as (result,):
-        yield result.result
-
-
-@contextmanager
-def _in_threads(calls: Sequence[Callable[[], T]]) -> Iterator[list[Future[T]]]:
-    """Run `calls` in a few threads. After an error or Ctrl-C, those that wait for a service are left behind."""
-    import threading
-    from concurrent.futures import Future
-
-    results = [Future[T]() for _ in calls]
-    jobs = iter(list(zip(calls, results, strict=True)))
-    is_stopped = threading.Event()
-
-    def work() -> None:
-        for call, result in jobs:
-            if is_stopped.is_set():
-                return
-            try:
-                result.set_result(call())
-            except BaseException as error:  # raised by the thread that asks for the result
-                result.set_exception(error)
-
-    threads = [
-        threading.Thread(target=copy_context().run, args=(work,), name="bigload-header", daemon=True)
-        for _ in range(min(REMOTE_READS, len(calls)))
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        yield results
-    except BaseException:
-        is_stopped.set()
-        raise
-    for thread in threads:
-        thread.join()
-
-
-def _guessed_header_bytes(index: ShardIndex) -> Counter[str]:
-    """Return how large the header of each shard is at most: over 1,836 real shards, 3.4 % more than they have."""
-    guesses = Counter(dict.fromkeys(index.weight_map.values(), 72 + 4096))  # 4 KiB for texts in `__metadata__`
-    for name, file in index.weight_map.items():
-        guesses[file] += len(name) + 80
-    return guesses
-
-
-def _read_header(
-    root: Path, file: str, index_file: str | None, form: CheckpointFormat | None, *, guess: int
-) -> ShardHeader | Problem | InvalidCheckpointError | LegacyFileError:
-    """Return the header of one shard, or what is wrong with it."""
-    place = resolve_shard(root, file) if index_file is not None else root / file
-    if isinstance(place, str):
-        return Problem(code="unsafe-path", file=index_file or file, text=f"the shard name {file!r} {place}")
-    try:
-        return read_shard_header(place, file, form, guess=guess)
-    except (LegacyFileError, InvalidCheckpointError) as error:
-        return error
-    except FileNotFoundError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        if index_file is None and not scheme_of(root).is_local:
-            raise CheckpointNotFoundError(address_text(place), "no such file") from None
-        text = "missing: a link to nothing" if scheme_of(root).is_local else "no such file"
-        text = text if index_file is None else f"missing, but named in {index_file}"
-        return Problem(code="missing-shard", file=file, text=text)
-    except OSError as error:
-        if not scheme_of(root).is_local:  # the service failed or refuses: nothing is wrong with the checkpoint
-            raise
-        return Problem(code="unreadable", file=file, text=f"cannot be read: {error.strerror or error}")
-
-
-def _stored_twice(headers: Iterable[ShardHeader]) -> Iterator[Problem]:
-    """Yield the tensors that an earlier shard has as well."""
-    first: dict[str, str] = {}
-    for header in headers:
-        for name in header.tensors:
-            if name in first:
-                text = f"tensor {name!r} is also in {first[name]}"
-                yield Problem(code="tensor-twice", file=header.shard.file, text=text)
-            first.setdefault(name, header.shard.file)
-
-
-def _contradictions(index: ShardIndex, files_of: Mapping[str, str], read: set[str]) -> Iterator[Problem]:
-    """Yield the tensors whose place in the index and in the shards differ, for the shards that could be read."""
-    for name, file in index.weight_map.items():
-        if file not in read:
-            continue
-        found = files_of.get(name)
-        if found is None:
-            yield Problem(
-                code="tensor-missing", file=file, text=f"tensor {name!r} is in the index, but not in the shard"
-            )
-        elif found != file:
-            text = f"tensor {name!r} is in {found}, the index says {file}"
-            yield Problem(code="tensor-misplaced", file=file, text=text)
-    for name, found in files_of.items():
-        if name not in index.weight_map:
-            text = f"tensor {name!r} is in the shard, but not in the index"
-            yield Problem(code="tensor-unlisted", file=found, text=text)
 
 
 def _total_size_warning(index: ShardIndex | None, tensors: Mapping[str, TensorInfo]) -> Iterable[CheckpointWarning]:

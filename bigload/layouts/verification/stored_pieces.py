@@ -14,7 +14,7 @@ from itertools import cycle
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import ByteSource, OpenFile, PositionalReader, expect_reads, scheme_of
-from bigload.checkpoint.source import REMOTE_READS
+from bigload.checkpoint.shard_headers import REMOTE_READS
 from bigload.errors import UnsupportedMethodError
 from bigload.layouts.verification.digests import FileDigest
 from bigload.loading.readers.direct import DirectReader

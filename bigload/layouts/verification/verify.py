@@ -20,9 +20,9 @@ from bigload.checkpoint.byte_source import address_text, scheme_of
 from bigload.checkpoint.delta import DELTA_FILE, read_delta
 from bigload.checkpoint.formats.registry import DCP, format_of, read_shard_header
 from bigload.checkpoint.index import resolve_shard
+from bigload.checkpoint.location import locate
 from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest, read_manifest_file
 from bigload.checkpoint.model import Span, TensorInfo
-from bigload.checkpoint.source import locate
 from bigload.dtypes import DTYPES
 from bigload.errors import (
     AccessDeniedError,

@@ -9,7 +9,8 @@ import torch
 
 import bigload
 from bigload.checkpoint.byte_source import PositionalReader, scheme_of
-from bigload.checkpoint.source import locate, open_checkpoint
+from bigload.checkpoint.location import locate
+from bigload.checkpoint.source import open_checkpoint
 from bigload.checkpoint.sources import hub as hub_source
 from bigload.checkpoint.sources.hub import HubAddress, parse_address
 from bigload.checkpoint.sources.small_reads import cache_folder
