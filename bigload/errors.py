@@ -563,11 +563,16 @@ class AbsentWeightError(LoadError, NotImplementedError, ValueError):
         self.names = tuple(names)
 
 
+def install_command(extra: str) -> str:
+    """Return the command that adds the packages of `extra`; pip leaves an installed bigload as it is, also a clone."""
+    return f"pip install 'bigload[{extra}]'"
+
+
 class MissingPackageError(BigloadError, ImportError):
     """What was asked for needs `package`, an extra that is not installed."""
 
     def __init__(self, what: str, package: str, *, extra: str) -> None:
-        super().__init__(f"{what} needs {package}, which is not installed", hint=f"pip install 'bigload[{extra}]'")
+        super().__init__(f"{what} needs {package}, which is not installed", hint=install_command(extra))
         self.package = package
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bigload.bench.storage_rates import probed_checkpoint, storage_rates
+from bigload.errors import install_command
 from bigload.machine.hardware import hardware_of
 from bigload.machine.machine_profile import DeviceProfile, MachineProfile
 from bigload.machine.memory import available_memory, proc_sizes
@@ -86,7 +87,7 @@ def measure_machine(
         matching, per_tensor = matching_seconds()
     devices: tuple[DeviceProfile, ...] = ()
     if find_spec("torch") is None:
-        notes.append("torch is not installed: nothing is known of products; pip install 'bigload[torch]'")
+        notes.append(f"torch is not installed: nothing is known of products; {install_command('torch')}")
     else:
         devices, alike = _devices(effort, hardware.cpu, on_run)
         notes += alike

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bigload.errors import install_command
+
 
 class TokenizerUnreadError(Exception):
     """There are no files for the tokenizer; the text says why."""
@@ -19,7 +21,7 @@ def tokenizer_files(gguf: Path) -> dict[str, bytes]:
     """
     missing = next((package for package in ("transformers", "gguf") if find_spec(package) is None), None)
     if missing is not None:
-        raise TokenizerUnreadError(f"{missing} is not installed (pip install 'bigload[gguf]')")
+        raise TokenizerUnreadError(f"{missing} is not installed ({install_command('gguf')})")
     with TemporaryDirectory() as folder:
         link, out = Path(folder, "model.gguf"), Path(folder, "out")
         link.symlink_to(gguf.absolute())  # alone: transformers would prefer what lies beside it, code included

@@ -10,6 +10,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.errors import OptionError
 from bigload.extras import require
 from bigload.generation.prompts import ChatMessage, Prompt
+from bigload.units import counted
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 """One of them is in a folder with a tokenizer; without any, transformers makes an empty tokenizer up."""
@@ -24,18 +25,26 @@ class FolderTokenizer:
     Attributes:
         tokenizer: The object of transformers.
         name: The folder, for errors.
+        vocabulary: The number of tokens that the model takes, `None` if unknown: tokenizers can have more.
         is_raw: Whether texts go to the model as they are, although the folder has a chat template.
         system: What conversations begin with.
     """
 
     tokenizer: Any
     name: str
+    vocabulary: int | None = None
     is_raw: bool = False
     system: str | None = None
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, *, asked_by: str, is_raw: bool = False, system: str | None = None
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        asked_by: str,
+        vocabulary: int | None = None,
+        is_raw: bool = False,
+        system: str | None = None,
     ) -> FolderTokenizer:
         """Read the tokenizer beside the weights. Code in the folder is never executed.
 
@@ -58,7 +67,7 @@ class FolderTokenizer:
             raise OptionError(
                 f"transformers cannot read the tokenizer of {checkpoint.path}: {reason}", hint=_NO_TEXT
             ) from error
-        read = cls(tokenizer=tokenizer, name=checkpoint.path, is_raw=is_raw, system=system)
+        read = cls(tokenizer=tokenizer, name=checkpoint.path, vocabulary=vocabulary, is_raw=is_raw, system=system)
         if system is not None:
             read.check_template("a system message")
         return read
@@ -78,8 +87,19 @@ class FolderTokenizer:
         """Return the tokens of a prompt: by the chat template, or those of its text alone.
 
         Raises:
-            OptionError: messages without a chat template, or messages that it refuses.
+            OptionError: messages without a chat template, or messages that it refuses, or a token that the model has
+                no embedding of.
         """
+        tokens = self._tokens_of(prompt)
+        if self.vocabulary is not None and (unknown := max(tokens, default=0)) >= self.vocabulary:
+            raise OptionError(
+                f"{prompt.where} has token {unknown}, {self.tokenizer.convert_ids_to_tokens(unknown)!r:.60}; "
+                f"the model takes {counted(self.vocabulary, 'token')}, its tokenizer has {len(self.tokenizer)}",
+                hint=f"put the tokenizer of this model into {self.name}, or leave that token out of the prompt",
+            )
+        return tokens
+
+    def _tokens_of(self, prompt: Prompt) -> list[int]:
         if prompt.messages:
             self.check_template(prompt.where)
         if not self.has_template:

@@ -94,6 +94,11 @@ class ModelMaker:
             )
 
     @property
+    def vocabulary(self) -> int | None:
+        """The number of tokens that the model takes; `None` where its config has none."""
+        return getattr(self.config.get_text_config(), "vocab_size", None)
+
+    @property
     def generates(self) -> bool:
         """Whether a model of this class has a `generate` of transformers."""
         return bool(self.model_class.can_generate())
@@ -250,9 +255,8 @@ class PlannedModel:
 
     def inputs(self, tokens: int) -> dict[str, torch.Tensor]:
         """Return random tokens of shape [1, tokens], the same ones in every call."""
-        vocabulary = self.maker.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(_SEED)
-        ids = torch.randint(0, vocabulary, (1, tokens), generator=generator).to(self.device)
+        ids = torch.randint(0, self.maker.vocabulary or 1, (1, tokens), generator=generator).to(self.device)
         return {"input_ids": ids, **({"decoder_input_ids": ids} if self.maker.config.is_encoder_decoder else {})}
 
 

@@ -68,7 +68,7 @@ class AnswerWishes:
     quiet: bool
     color: ColorMode
 
-    def tokenizer(self, checkpoint: Checkpoint) -> FolderTokenizer | None:
+    def tokenizer(self, planned: PlannedModel) -> FolderTokenizer | None:
         """Return the tokenizer, which random tokens need not.
 
         Raises:
@@ -76,7 +76,13 @@ class AnswerWishes:
         """
         if self.random_tokens is not None:
             return None
-        tokenizer = FolderTokenizer.of(checkpoint, asked_by="run", is_raw=self.is_raw, system=self.system)
+        tokenizer = FolderTokenizer.of(
+            planned.checkpoint,
+            asked_by="run",
+            vocabulary=planned.maker.vocabulary,
+            is_raw=self.is_raw,
+            system=self.system,
+        )
         if self.is_chat:
             tokenizer.check_template("a conversation")
         return tokenizer
@@ -134,7 +140,7 @@ class Answering:
             prefetch_bytes=wishes.prefetch_bytes,
             resident_bytes=wishes.resident_bytes,
         )
-        tokenizer = wishes.tokenizer(checkpoint)
+        tokenizer = wishes.tokenizer(planned)
         questions: list[Question] = []
         if tokenizer is not None:
             planned.maker.check_generates()
