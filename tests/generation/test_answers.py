@@ -219,8 +219,9 @@ def test_a_tokenizer_or_template_that_cannot_be_used_is_told(tmp_path, transform
     save_tokenizer(tmp_path, "{{ raise_exception('no system messages') }}")
     with pytest.raises(OptionError, match=r"the chat template of .* refuses the prompt: no system messages"):
         FolderTokenizer.of(checkpoint, asked_by="run").tokens_of(Prompt(text="hello"))
+    tokenizer = FolderTokenizer.of(checkpoint, asked_by="run", vocabulary=500, is_raw=True)
     with pytest.raises(OptionError, match=r"the prompt has token 510, '<\|user\|>'; the model takes 500 tokens"):
-        FolderTokenizer.of(checkpoint, asked_by="run", vocabulary=500).tokens_of(Prompt(text="<|user|>", line=None))
+        tokenizer.tokens_of(Prompt(text="hi<|user|>"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(OptionError, match="transformers cannot read the tokenizer"):
         FolderTokenizer.of(checkpoint, asked_by="run")
