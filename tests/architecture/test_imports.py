@@ -1,4 +1,4 @@
-"""What is imported when: start-up is quick because the heavy libraries stay out until tensors move."""
+"""Imports by command: start-up is quick because heavy libraries stay out until tensors move."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a bench says before each step: how much is through and how long the rest takes, where that is long."""
+"""Progress lines of a bench: steps done, and the time that the rest takes where that is long."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `make gpu` does, on a simulated accelerator: every part runs, or says why it does not."""
+"""`make gpu` on a simulated accelerator: every part runs, or says why it does not."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""How growth is judged: by exponents between points above the floor of CPU time and memory."""
+"""Growth exponents, taken between points above the floor of CPU time and memory."""
 
 import json
 

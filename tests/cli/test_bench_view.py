@@ -1,4 +1,4 @@
-"""What a bench looks like, from figures chosen by hand: on terminals, in pipes, as Markdown and as a picture.
+"""View of a bench, from figures chosen by hand: on terminals, in pipes, as Markdown and as a picture.
 
 The expected texts lie in `golden/`; `BIGLOAD_UPDATE_GOLDEN=1` writes them anew.
 """

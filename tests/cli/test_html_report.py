@@ -1,4 +1,4 @@
-"""What the page of a plan promises: all of the plan, safe to open, from nowhere else, and small."""
+"""Page of a plan: all of the plan, safe to open, without requests elsewhere, and small."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""What `--json` prints and `-o` writes is what docs/schemas/ describes, to the last key."""
+"""Output of `--json` and `-o` agrees with docs/schemas/, to the last key."""
 
 import json
 from collections.abc import Iterator

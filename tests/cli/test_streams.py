@@ -1,4 +1,4 @@
-"""What goes where and in which form: answers to stdout, the rest to stderr, colours only where they can be seen."""
+"""Streams of the command line: answers on stdout, the rest on stderr, colours on terminals only."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the verbs do for someone who types them: plans, dry runs, reshards, and one verb after the other."""
+"""Verbs as a user types them: plans, dry runs, reshards, and one verb after the other."""
 
 import contextlib
 import json

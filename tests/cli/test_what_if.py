@@ -1,4 +1,4 @@
-"""What the page of a plan places anew is what the planner places: a JavaScript engine runs the page's own script."""
+"""The page of a plan places as the planner does: a JavaScript engine runs the page's own script."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a layout describes is opened by the libraries that run models: safetensors, transformers, accelerate.
+"""Layouts are opened by the libraries that run models: safetensors, transformers, accelerate.
 
 The bytes are written by the tests' own simplest writer, so these tests are about form alone. Skips where the libraries
 are missing; run with them by: pip install -c constraints.txt -e '.[dev,peers]'

@@ -1,4 +1,4 @@
-"""What bigload plans and writes is taken by the libraries that people run models with. Skips where they are missing.
+"""Plans and files of bigload work in the libraries that run models. Skips where they are missing.
 
 Run with them by: pip install -c constraints.txt -e '.[dev,peers]'
 """

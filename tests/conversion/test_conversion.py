@@ -1,4 +1,4 @@
-"""What a conversion makes of a checkpoint: plain tensors where it can, pieces of files elsewhere."""
+"""Conversions of a checkpoint: plain tensors where possible, pieces of files elsewhere."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Which process this is, as the environment tells it; what a process group tells is in test_main_process_first.py."""
+"""Index of this process by the environment; test_main_process_first.py has process groups."""
 
 import subprocess
 import sys

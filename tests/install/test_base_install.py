@@ -1,4 +1,4 @@
-"""What `pip install bigload` alone can do: everything but moving tensors into memory, which names the extra it needs.
+"""`pip install bigload` alone does everything but move tensors into memory, and names the extra for that.
 
 BIGLOAD_BASE names an environment made by pip from the wheel, as .ci/run does; without it, one is made of links.
 """

@@ -1,4 +1,4 @@
-"""Which tensors a dtype is for, which stay as they are and why, and what the config of the result says."""
+"""Dtype rules: tensors that are cast, tensors that stay and why, and the config of the result."""
 
 from __future__ import annotations
 

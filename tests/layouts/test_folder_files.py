@@ -1,4 +1,4 @@
-"""Which files come with a model goes by their names and sizes alone."""
+"""Files that come with a model are chosen by name and size alone."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a reshard leaves behind when its process is killed or interrupted: real processes, real signals."""
+"""Reshards that are killed or interrupted leave resumable output: real processes, real signals."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""How many files of a load are open at a time: few, each opened once where reads come file by file."""
+"""Open files of a load: few at a time, each opened once where reads come file by file."""
 
 import resource
 import threading

@@ -1,4 +1,4 @@
-"""What every plan keeps, for any model, any wishes and any budget."""
+"""Invariants of every plan, for any model, options and budget."""
 
 import json
 from dataclasses import replace

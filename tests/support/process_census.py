@@ -1,4 +1,4 @@
-"""What this process has of the system: children, descriptors, shared memory, files; counted, for tests of leaks."""
+"""Census of this process for tests of leaks: children, descriptors, shared memory, files."""
 
 import os
 import subprocess

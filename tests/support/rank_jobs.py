@@ -1,4 +1,4 @@
-"""What ranks do in tests of tensor parallelism; each job returns what it found, in JSON's values."""
+"""Jobs of ranks in tests of tensor parallelism; each returns what it found, in JSON's values."""
 
 import torch
 from torch.distributed import get_rank, get_world_size

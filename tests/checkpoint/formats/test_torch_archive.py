@@ -1,4 +1,4 @@
-"""What `torch.save` writes is read without torch, and torch says what it should be."""
+"""Archives of `torch.save` are read without torch; torch itself gives the expected values."""
 
 import collections
 import io

@@ -1,4 +1,4 @@
-"""What an interrupted run left is kept as far as it is what the journal says, and no further."""
+"""A resumed run keeps exactly what the journal confirms."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""What several ranks of a host need comes from the disk once, by way of the page cache; what one needs, past it."""
+"""Bytes that several ranks of a host need are read once, through the page cache; others past it."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which elements a rank holds is what torch's own cutting gives."""
+"""Elements of a rank are those of torch's own cutting."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a divided module refuses, as the whole one does."""
+"""A divided module refuses what the whole one refuses."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is changed here between calls counts in the next one, and nothing of it stays behind."""
+"""Settings changed here between calls hold in the next call, and leave nothing behind."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Which tensors are some heads' weights of attention, and which are those of all."""
+"""Attention weights of some heads are told apart from those of all heads."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a block holds while it runs: a model 8 wide, 100 tokens and 16-bit floats unless a test says otherwise."""
+"""Memory of a running block: a model 8 wide, 100 tokens and 16-bit floats unless a test says otherwise."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What blocks keep between tokens: at least one model for every rule, its bytes worked out by hand.
+"""Caches of blocks between tokens: at least one model for every rule, its bytes worked out by hand.
 
 Unless a test says otherwise there are 100 tokens of context, one sequence and 16-bit floats: 2 bytes an element.
 """

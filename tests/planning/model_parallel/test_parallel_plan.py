@@ -1,4 +1,4 @@
-"""What ranks hold is what a recount from names and shapes gives, and no other stages have a less full rank."""
+"""Ranks hold what a recount from names and shapes gives, and no other stages have a less full rank."""
 
 from itertools import combinations
 from math import prod

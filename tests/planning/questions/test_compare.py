@@ -1,4 +1,4 @@
-"""What several policies make of one question."""
+"""Comparison of several policies on one question."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Why a module is where it is: reasons that a recount agrees with."""
+"""Reasons for a module's device agree with a recount."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What each rank holds: whole heads, the pieces of torch.chunk, scales with their weights; or an error."""
+"""Parts of ranks: whole heads, the pieces of torch.chunk, scales with their weights; or an error."""
 
 import json
 

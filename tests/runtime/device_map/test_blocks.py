@@ -1,4 +1,4 @@
-"""What a device map means for a model, whatever its keys are."""
+"""Device maps of a model, in every form of their keys."""
 
 import pytest
 import torch

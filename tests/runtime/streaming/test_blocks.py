@@ -1,4 +1,4 @@
-"""Which modules of a model are blocks, which are experts, and that together they are all of it."""
+"""Blocks and experts of a model, which together are all of it."""
 
 import copy
 

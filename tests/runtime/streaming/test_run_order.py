@@ -1,4 +1,4 @@
-"""What runs next is guessed from what ran before."""
+"""Prediction of the next block from the order of earlier ones."""
 
 import threading
 from itertools import islice

@@ -1,4 +1,4 @@
-"""What a block does to its modules while it runs, and that everything is as it was afterwards."""
+"""A block changes its modules only while it runs; afterwards everything is as before."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Who decides when weights come and go keeps its bounds, whatever runs, fails or is interrupted."""
+"""Bounds of the streamer hold whatever runs, fails or is interrupted."""
 
 import gc
 import os

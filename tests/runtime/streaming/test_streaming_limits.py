@@ -1,4 +1,4 @@
-"""Which blocks stay: a fixed set, evenly among the others, within the bytes that there are."""
+"""Blocks that stay: a fixed set, evenly among the others, within the bytes that there are."""
 
 from types import SimpleNamespace
 
