@@ -82,8 +82,8 @@ def make_skeleton(model: nn.Module) -> tuple[Skeleton, list[torch.Tensor]]:
 
 
 _PICKLE_HINT = (
-    "take it out of the model before parallelize, or make it of what pickle knows: no lambdas, no open files, no "
-    "locks, no classes that are defined inside of functions"
+    "take it out of the model before parallelize, or make it picklable: no lambdas, open files, locks, or classes "
+    "defined inside of functions"
 )
 
 

@@ -105,8 +105,8 @@ def _load(
         lost = [name for name in offloaded if not getattr(state_dict.get(name), "is_meta", True)]
         if lost and _is_dispatched(module):
             raise DispatchedModelError(
-                f"load_state_dict() would change {counted(len(lost), 'weight')} that hooks bring in for each forward, "
-                "and the new values would be lost: between forwards only a placeholder without memory is in the module",
+                f"load_state_dict() would lose the new values of {counted(len(lost), 'offloaded weight')}: hooks load "
+                "these weights for each forward, and between forwards the module holds placeholders without memory",
                 lost,
                 hint="remove the hooks with bigload.remove_hook_from_submodules(model), change the model and dispatch "
                 "it again; or give weights memory of their own with load_state_dict(..., assign=True)",
@@ -133,8 +133,8 @@ class _GradientRefusal:
 
     def __call__(self, _: Tensor) -> None:
         raise DispatchedModelError(
-            "a gradient has reached an offloaded weight: it is there only while its module runs, and neither a "
-            "gradient of it nor what an optimizer made of it would be kept",
+            "a gradient has reached an offloaded weight, which is loaded only while its module runs: the gradient and "
+            "an optimizer's update would be lost",
             [self.name],
             hint="freeze what is offloaded, with model.requires_grad_(False), and train adapters beside it; or keep "
             "what is to be trained on a device, by the device map",

@@ -37,13 +37,13 @@ FitOption = Annotated[
     bool,
     typer.Option(
         "--fit",
-        help="Where the plan does not fit, or --fail-if objects: shorten the context, then the batch, then take 8 bits "
-        "for the KV cache, then BF16 for weights of 32 bits.",
+        help="If the plan does not fit, or --fail-if objects: reduce the context, then the batch, then the KV cache to 8 "
+        "bits, then weights of 32 bits to BF16.",
     ),
 ]
 TargetOption = Annotated[
     str | None,
-    typer.Option("--target", metavar="SPEED", help="Give way as --fit does, until a sequence gets 5tok/s."),
+    typer.Option("--target", metavar="SPEED", help="Reduce as --fit does, until each sequence gets SPEED, such as 5tok/s."),
 ]
 MinContextOption = Annotated[
     int | None,
