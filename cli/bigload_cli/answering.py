@@ -261,7 +261,7 @@ class Answering:
                     print_piece(json.dumps(document, ensure_ascii=not can_draw(sys.stdout)) + "\n")
 
     def _time_random(self, count: int, max_new_tokens: int) -> None:
-        """Time random tokens, and as many new ones; a model that generates none runs forward."""
+        """Time a prompt of `count` random tokens and its answer; a model that generates none runs forward."""
         tokens = self.planned.random_tokens(count)
         with self._status() as status:
             for number in range(self.wishes.repeat):

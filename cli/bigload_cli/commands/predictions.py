@@ -43,7 +43,9 @@ FitOption = Annotated[
 ]
 TargetOption = Annotated[
     str | None,
-    typer.Option("--target", metavar="SPEED", help="Reduce as --fit does, until each sequence gets SPEED, such as 5tok/s."),
+    typer.Option(
+        "--target", metavar="SPEED", help="Reduce as --fit does, until each sequence gets SPEED, such as 5tok/s."
+    ),
 ]
 MinContextOption = Annotated[
     int | None,

@@ -97,12 +97,14 @@ def run(
     random_tokens: Annotated[
         int | None,
         typer.Option(
-            "--random-tokens", metavar="N", min=1, max=10_000_000, help="No text: time N random tokens. Has --stats."
+            "--random-tokens",
+            metavar="N",
+            min=1,
+            max=10_000_000,
+            help=f"No text: time a prompt of N random tokens and {_RANDOM_ANSWER} new ones (-n). Has --stats.",
         ),
     ] = None,
-    repeat: Annotated[
-        int, typer.Option("--repeat", metavar="N", min=1, max=1000, help="So often, with --random-tokens.")
-    ] = 1,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, max=1000, help="Runs of --random-tokens.")] = 1,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System message of the conversation.")
     ] = None,
