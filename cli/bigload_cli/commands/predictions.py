@@ -37,8 +37,8 @@ FitOption = Annotated[
     bool,
     typer.Option(
         "--fit",
-        help="If the plan does not fit, or --fail-if objects: reduce the context, then the batch, then the KV cache to 8 "
-        "bits, then weights of 32 bits to BF16.",
+        help="If the plan does not fit, or --fail-if objects: reduce the context, then the batch, then the KV cache to "
+        "8 bits, then weights of 32 bits to BF16.",
     ),
 ]
 TargetOption = Annotated[
