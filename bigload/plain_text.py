@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 GAP = 2
 """Blanks between the columns of a table."""
@@ -39,8 +39,7 @@ def stacked_bar(parts: Sequence[tuple[float, str]], *, width: int) -> str:
     return cells.ljust(width, parts[-1][1])[:width]
 
 
-@dataclass(frozen=True, slots=True)
-class Styled:
+class Styled(NamedTuple):
     """Cell with a style, such as `cyan`, that a terminal may show."""
 
     text: str

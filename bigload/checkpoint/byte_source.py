@@ -22,10 +22,9 @@ import stat
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from bigload.descriptors import MAX_BUFFERS, READING_AT_ONCE, read_at
 from bigload.errors import ReadError
@@ -184,8 +183,7 @@ def _unfilled(buffers: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceIdentity:
+class SourceIdentity(NamedTuple):
     """What is at a location now: files with equal identities are taken to have the same bytes.
 
     Attributes:
@@ -212,11 +210,10 @@ class SourceIdentity:
 
     def has_content_of(self, other: SourceIdentity) -> bool:
         """Return whether they are equal but for links and permissions."""
-        return replace(self, status_version=other.status_version) == other
+        return self._replace(status_version=other.status_version) == other
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceScheme:
+class SourceScheme(NamedTuple):
     """How files of one kind of location are found, identified and opened. All functions can be called by any thread.
 
     They raise `ReadError` where a file or the service cannot be read (`from` a `FileNotFoundError` where there is no

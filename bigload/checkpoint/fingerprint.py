@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.checkpoint.byte_source import ReadRange, SourceIdentity
 from bigload.checkpoint.model import Checkpoint, Shard
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardFingerprint:
+class ShardFingerprint(NamedTuple):
     """What is remembered of one shard; of a remote one also its ETag, which notices other weights of the same form."""
 
     file: str

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from bigload.checkpoint.byte_source import scheme_of
@@ -24,8 +24,7 @@ MAX_INDEX_BYTES = 100_000_000
 """As a header may have; the index of 100 000 tensors has about 10 MB."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardIndex:
+class ShardIndex(NamedTuple):
     """A parsed weight map. `total_size` is what the file claims the tensors weigh; `None` when it claims nothing."""
 
     weight_map: Mapping[str, str]

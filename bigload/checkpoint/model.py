@@ -196,8 +196,7 @@ def ranges_of(tensors: Mapping[str, TensorInfo]) -> NameRanges:
     return tensors.ranges if isinstance(tensors, StoredTensors) else NameRanges(sizes_of(tensors))
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a tensor: its elements from index `start` on, as many as `tensor.shape` says, are stored as `tensor`."""
 
     start: tuple[int, ...]
@@ -317,8 +316,7 @@ class CheckpointWarning:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardHeader:
+class ShardHeader(NamedTuple):
     """A shard, its tensors by name in file order, and what is odd about it."""
 
     shard: Shard
@@ -326,8 +324,7 @@ class ShardHeader:
     warnings: tuple[CheckpointWarning, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class Component(NamedTuple):
     """One component of a pipeline: the folder `name`, which `library` loads as `class_name`.
 
     `checkpoint` is what its folder holds, opened by itself; `None` for what has no weights, such as a tokenizer.
@@ -339,8 +336,7 @@ class Component:
     checkpoint: Checkpoint | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseTensors:
+class BaseTensors(NamedTuple):
     """What a delta takes from its base.
 
     Attributes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.index import read_beside
@@ -21,8 +21,7 @@ PART_CODE = "part"
 SCHEMA = "bigload.part/1.0"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartDescription:
+class PartDescription(NamedTuple):
     """What a checkpoint is a part of.
 
     Attributes:

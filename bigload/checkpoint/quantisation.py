@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from bigload.checkpoint.model import Checkpoint, StoredForm, TensorInfo, forms_of
 from bigload.dtypes import STORED_DTYPES
@@ -83,8 +84,7 @@ class Quantisation:
         return self.method if self.bits is None else f"{self.bits} bits ({self.method})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightInParts:
+class WeightInParts(NamedTuple):
     """A weight in several tensors, which a library puts together to one of a class of its own.
 
     Attributes:

@@ -214,7 +214,7 @@ def _open_pipeline(root: Path, listed: list[str], path: str) -> Checkpoint:
         shown = f"{path.rstrip('/')}/{component.name}"
         names = _names_in(root, component.name, listed, path)
         if any(name.endswith(weight_suffixes()) for name in names):
-            components.append(replace(component, checkpoint=_open_names(root / component.name, names, shown)))
+            components.append(component._replace(checkpoint=_open_names(root / component.name, names, shown)))
             continue
         refuse_other_folder(shown, names)
         components.append(component)
@@ -245,7 +245,7 @@ def _open_modules(root: Path, listed: list[str], path: str) -> Checkpoint | None
                 text = f"{folder} ({module.class_name}) is not counted: {error.message}"
                 warnings.append(CheckpointWarning(code="unread-module", text=text))
             else:
-                module = replace(module, checkpoint=opened)
+                module = module._replace(checkpoint=opened)
         modules.append(module)
     if any(module.checkpoint and module.name for module in modules):
         return as_one_checkpoint(path, root, modules, warnings)
@@ -355,7 +355,7 @@ def _open_distributed(root: Path, path: str) -> Checkpoint:
     from bigload.checkpoint.formats.dcp_folder import DistributedFolder
 
     folder = DistributedFolder(all_tensors=_all_tensors.get())
-    metadata_form, items_form = (replace(DCP, reader=each) for each in (folder.read_metadata, folder.read_items))
+    metadata_form, items_form = (DCP._replace(reader=each) for each in (folder.read_metadata, folder.read_items))
     first, problems, _ = read_headers(root, [DCP.whole_file], None, form=metadata_form)
     headers, of_items, _ = read_headers(root, sorted(folder.files), DCP.whole_file, form=items_form)
     problems += of_items

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Phase(StrEnum):
@@ -26,8 +26,7 @@ class Phase(StrEnum):
     WAIT = "wait"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activity:
+class Activity(NamedTuple):
     """One stretch of one thread: `start` and `seconds` count from the beginning of the load."""
 
     phase: Phase

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.planning.model.module_tree import Contents, ModuleNode, is_index
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutlineRow:
+class OutlineRow(NamedTuple):
     """One row: a module, or `num_alike` modules of the same form taken together. `depth` is 0 at the top.
 
     `is_last` says for every level down to the row's own whether it is the last there; tables draw branches from it.
@@ -36,8 +35,7 @@ def outline(root: ModuleNode, *, max_depth: int) -> tuple[OutlineRow, ...]:
     return tuple(_below([root], max_depth=max_depth, ancestors=()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(NamedTuple):
     """Modules shown as one row; `parts` are those whose children the rows below show."""
 
     label: str

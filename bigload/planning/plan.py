@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.model import NameRanges, TensorInfo, name_of, ranges_of, sizes_of
@@ -78,8 +78,7 @@ class PlanNote:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentExperts:
+class ResidentExperts(NamedTuple):
     """Routed experts of blocks that are elsewhere, which stay on the execution device because they are used most.
 
     Attributes:

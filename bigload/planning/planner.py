@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
@@ -67,8 +67,7 @@ def plan(
     return plan_details(opened, budget if disk else budget.without_disk(), options_of(**keywords)).plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanDetails:
+class PlanDetails(NamedTuple):
     """A plan with what it was made of, for questions about it."""
 
     structure: ModelStructure

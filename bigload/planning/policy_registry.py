@@ -7,8 +7,8 @@ named, not imported, so that the command line lists policies without loading it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
+from typing import NamedTuple
 
 from bigload.errors import OptionError
 from bigload.planning.choices import Policy
@@ -16,8 +16,7 @@ from bigload.planning.choices import Policy
 _FOLDER = "bigload.planning.placement.policies"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyEntry:
+class PolicyEntry(NamedTuple):
     """One policy.
 
     Attributes:

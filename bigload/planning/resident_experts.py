@@ -186,7 +186,7 @@ def expected_cost(solution: Solution, layers: Sequence[LayerExperts], stats: Exp
 
 def _with_token_bytes(unit: Unit, num_bytes: int) -> Unit:
     first, *others = unit.parts
-    return replace(unit, parts=(replace(first, token_bytes=num_bytes), *(replace(p, token_bytes=0) for p in others)))
+    return replace(unit, parts=(first._replace(token_bytes=num_bytes), *(p._replace(token_bytes=0) for p in others)))
 
 
 def _fetched_bytes(solution: Solution, layers: Sequence[LayerExperts], stats: ExpertStats) -> dict[int, int]:

@@ -12,8 +12,8 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 import typer
 
@@ -84,8 +84,7 @@ class AnsweredError(Exception):
         self.error = error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(NamedTuple):
     """A failure as it is shown: `code` is a stable word for programs, `word` begins the line for people."""
 
     exit_code: int

@@ -1,7 +1,5 @@
 """Files that come with a model are chosen by name and size alone."""
 
-from dataclasses import replace
-
 import pytest
 
 from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
@@ -95,7 +93,7 @@ def test_a_service_that_lists_names_outside_of_the_folder_is_refused(served, tmp
     served.add("org/tiny", make_checkpoint(tmp_path / "model"))
     checkpoint = open_checkpoint("org/tiny")
     listing = scheme_of(checkpoint.root).list_folder(checkpoint.root)
-    scheme = replace(scheme_of(checkpoint.root), list_folder=lambda root: {**listing, name: listing["config.json"]})
+    scheme = scheme_of(checkpoint.root)._replace(list_folder=lambda root: {**listing, name: listing["config.json"]})
     monkeypatch.setattr(files_module, "scheme_of", lambda location: scheme)
     with pytest.raises(InvalidCheckpointError, match="org/tiny") as caught:
         folder_files(checkpoint)

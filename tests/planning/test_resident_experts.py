@@ -122,7 +122,7 @@ def test_the_plan_file_has_them_and_is_read_back_to_the_byte():
 )
 def test_a_plan_that_was_changed_is_refused(change, words):
     made = planned({"cpu": 150})
-    changed = replace(made, resident_experts=replace(made.resident_experts, **change))
+    changed = replace(made, resident_experts=made.resident_experts._replace(**change))
     with pytest.raises(InvalidPlanError) as caught:
         check_plan(changed, model())
     assert words in caught.value.message

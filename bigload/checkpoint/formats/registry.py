@@ -8,10 +8,10 @@ zipfile and pickle take time that safetensors do not need.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from bigload.checkpoint.byte_source import ReadRange, scheme_of
 from bigload.checkpoint.model import Checkpoint, ShardHeader
@@ -56,8 +56,7 @@ class LegacyFileError(Exception):
     """The file is a bare pickle, as torch before 1.6 wrote them: valid, but its parts cannot be read by themselves."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFormat:
+class CheckpointFormat(NamedTuple):
     """A file format of checkpoints: how its files are recognised, and how their headers are read.
 
     Attributes:
@@ -186,7 +185,7 @@ def read_shard_header(
             if identity.num_bytes == 0:
                 raise FormatError("file-empty", "the file is empty")
             header = read(read_range, identity.num_bytes, file)
-        return replace(header, shard=replace(header.shard, etag=identity.etag)) if identity.etag else header
+        return header._replace(shard=replace(header.shard, etag=identity.etag)) if identity.etag else header
     except FormatError as error:
         problems = [Problem(code=code, file=file, text=text) for code, text in error.problems]
         raise InvalidCheckpointError(location, problems) from None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bigload.checkpoint.formats.registry import weight_suffixes
 from bigload.checkpoint.index import read_beside
@@ -16,8 +16,7 @@ ADAPTER_FILE = "adapter_config.json"
 _ELSEWHERE = "use the repository that has the model as safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class _OtherFormat:
+class _OtherFormat(NamedTuple):
     """A format by its suffixes and, where it has one, the bytes that it begins with."""
 
     name: str

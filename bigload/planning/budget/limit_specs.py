@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from decimal import Decimal
+from typing import NamedTuple
 
 from bigload.devices import Device
 from bigload.errors import OptionError
@@ -22,8 +22,7 @@ _PERCENT = r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,6})?)\s*%"
 _MAX_SHOWN = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitSpec:
+class LimitSpec(NamedTuple):
     """Either `num_bytes` or `percent` of what is free on `device`; without a device, on every one that there is.
 
     0 bytes give the device nothing.

@@ -15,7 +15,7 @@ Not counted: workspace of kernels, towers of other modalities.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.dtypes import DType
 from bigload.planning.choices import Attention
@@ -52,8 +52,7 @@ _DELTA_RULE_PIECE = 64
 """Tokens that a scan multiplies at once, where the config does not say."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScanMemory:
+class ScanMemory(NamedTuple):
     """One recurrent layer.
 
     Attributes:
@@ -74,8 +73,7 @@ class ScanMemory:
         return tokens * self.narrow * width + padded * self.wide * 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockActivations:
+class BlockActivations(NamedTuple):
     """What one block holds while it runs.
 
     Attributes:

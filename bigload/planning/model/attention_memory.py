@@ -6,7 +6,7 @@ several tensors at once: scores in the dtype of the model, their copy in 32 bits
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.planning.choices import Attention
 from bigload.planning.model import families
@@ -25,8 +25,7 @@ def default_attention(config: ModelConfig) -> Attention:
     return Attention.EAGER if next(iter(config.model_types), None) in families.EAGER_ONLY else Attention.SDPA
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionMemory:
+class AttentionMemory(NamedTuple):
     """One attention layer. Widths are elements per token.
 
     Attributes:

@@ -8,8 +8,8 @@ missing a width is `None`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DType
@@ -46,8 +46,7 @@ _INDEXER = "indexer"
 _FLOATS = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShapes:
+class AttentionShapes(NamedTuple):
     """One attention of a block. Widths are elements per token, `None` where the shapes do not tell.
 
     Attributes:
@@ -76,8 +75,7 @@ class AttentionShapes:
     dtype: DType | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecurrentShapes:
+class RecurrentShapes(NamedTuple):
     """One recurrent layer of a block: mamba, gated delta rule, short convolution.
 
     Attributes:
@@ -103,8 +101,7 @@ class RecurrentShapes:
     dtype: DType | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedForwardShapes:
+class FeedForwardShapes(NamedTuple):
     """The widest feed-forward of each form that a block has; 0 where it has none.
 
     Attributes:
@@ -118,8 +115,7 @@ class FeedForwardShapes:
     fused_gate: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockShapes:
+class BlockShapes(NamedTuple):
     """What was found in a block.
 
     Attributes:

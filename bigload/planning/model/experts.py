@@ -9,7 +9,7 @@ tensors with one slice per expert beside a router.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.planning.model.config import ModelConfig
@@ -18,8 +18,7 @@ from bigload.planning.model.module_tree import ModuleNode
 _ROUTERS = ("router", "gate")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedExperts:
+class RoutedExperts(NamedTuple):
     """The routed experts of one block, as they are stored.
 
     Attributes:

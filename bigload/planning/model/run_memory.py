@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DTYPES, DType
@@ -28,8 +29,7 @@ _BIASES = "relative_attention_bias.weight"
 _MASKED_HEAD = "ForMaskedLM"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunMemory:
+class RunMemory(NamedTuple):
     """Bytes that a forward pass holds beside the weights.
 
     Attributes:
@@ -50,8 +50,7 @@ class RunMemory:
 NO_RUN_MEMORY = RunMemory(cache_bytes={}, logits_bytes=0, activation_bytes=0, unknown=())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryModel:
+class MemoryModel(NamedTuple):
     """What a model's tensors and config say about its memory; asked for any number of workloads.
 
     Attributes:

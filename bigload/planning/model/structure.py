@@ -149,7 +149,7 @@ class ModelStructure:
         if part.name not in self.experts or self.is_fused_in_memory:
             return part
         _, experts = self.experts[part.name]
-        return replace(part, token_bytes=part.num_bytes - experts.num_bytes + experts.active_bytes)
+        return part._replace(token_bytes=part.num_bytes - experts.num_bytes + experts.active_bytes)
 
     def _routed(self, block: ModuleNode, experts: RoutedExperts) -> Iterator[Part]:
         """Yield the modules of routed experts; separate ones are streamed one by one, as tokens choose them."""
@@ -260,8 +260,7 @@ def _present(ties: Sequence[TiedGroup], left_out: tuple[str, ...]) -> tuple[Tied
     if not prefixes:
         return tuple(ties)
     trimmed = (
-        replace(
-            tie,
+        tie._replace(
             stored=kept(tie.stored),
             absent_modules=kept(tie.absent_modules),
             copies=kept(tie.copies),
@@ -292,7 +291,7 @@ def _with_needs(
 
     def needing(part: Part) -> Part:
         cache, logits = caches.get(part.name, 0), needs.logits_bytes if part.name == head else 0
-        return replace(part, cache_bytes=cache, logits_bytes=logits) if cache or logits else part
+        return part._replace(cache_bytes=cache, logits_bytes=logits) if cache or logits else part
 
     return tuple(replace(unit, parts=tuple(map(needing, unit.parts))) for unit in units)
 

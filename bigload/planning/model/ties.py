@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.checkpoint.equality import FULL_COMPARISON_BYTES, stored_equal
 from bigload.checkpoint.model import Checkpoint, TensorInfo
@@ -38,8 +38,7 @@ _SHARED_BLOCK = re.compile(r"(?P<layer>(?:.*\.)?layers\.(?P<number>\d{1,9}))\.(?
 AreEqual = Callable[[Checkpoint, Sequence[str]], bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiedGroup:
+class TiedGroup(NamedTuple):
     """Names that share one memory: tensors that the checkpoint stores, and modules that it leaves out.
 
     Attributes:
@@ -77,8 +76,7 @@ def find_ties(checkpoint: Checkpoint, *, are_equal: AreEqual = stored_equal) -> 
     return (*tied, *_shared_blocks(checkpoint))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Claim:
+class _Claim(NamedTuple):
     """What should share memory with the tensor `source`: stored copies, which may turn out to differ, and the rest."""
 
     source: TensorInfo

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from bigload.planning.model.module_tree import ModuleNode, blocks_of, is_index, key_above
 from bigload.planning.model.ties import TiedGroup
@@ -30,8 +31,7 @@ NEVER_STREAMED = 2**62
 """`Part.stream_bytes` of what has to stay on an accelerator: no workspace is that large."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """A module or parameter under its name in the device map, with the bytes of all its tensors.
 
     Attributes:
@@ -143,7 +143,7 @@ def parts_in_order(root: ModuleNode, ties: Sequence[TiedGroup] = (), *, no_split
     uses = {module: len(tie.modules) for tie in ties for module in tie.modules}
     parts = _parts(root, tuple(no_split), uses)
     # A shared block that is streamed is brought in by every layer that uses it.
-    return [replace(p, token_bytes=p.num_bytes * uses[p.name]) if p.name in uses else p for p in parts]
+    return [p._replace(token_bytes=p.num_bytes * uses[p.name]) if p.name in uses else p for p in parts]
 
 
 def _together(
@@ -176,7 +176,7 @@ def _without_copies(parts: Sequence[Part], root: ModuleNode, shared: Collection[
     for tensor in root.all_tensors():
         if tensor.name in shared and (holder := key_above(tensor.name, owner)) is not None:
             less[holder] = less.get(holder, 0) + tensor.num_bytes
-    return [replace(part, num_bytes=part.num_bytes - less[part.name]) if part.name in less else part for part in parts]
+    return [part._replace(num_bytes=part.num_bytes - less[part.name]) if part.name in less else part for part in parts]
 
 
 def merge_small_units(units: Sequence[Unit]) -> tuple[Unit, ...]:
@@ -266,6 +266,6 @@ def joined(units: Sequence[Unit]) -> tuple[Unit, ...]:
 def with_dense_held(units: Sequence[Unit]) -> tuple[Unit, ...]:
     """Return `units` with all but routed experts held on accelerators: every token needs them, experts only some."""
     return tuple(
-        unit if unit.is_routed else Unit(parts=tuple(replace(part, stream_bytes=NEVER_STREAMED) for part in unit.parts))
+        unit if unit.is_routed else Unit(parts=tuple(part._replace(stream_bytes=NEVER_STREAMED) for part in unit.parts))
         for unit in units
     )

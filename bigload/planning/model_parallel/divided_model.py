@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -69,7 +69,7 @@ class DividedModel:
         needs = self.structure.run_memory(workload)
         if not needs.logits_bytes or not self._own_words:
             return needs
-        return replace(needs, logits_bytes=needs.logits_bytes // self._own_words * self._num_words)
+        return needs._replace(logits_bytes=needs.logits_bytes // self._own_words * self._num_words)
 
     @property
     def num_blocks(self) -> int:

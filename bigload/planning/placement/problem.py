@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.budget.budget import MemoryBudget
@@ -119,8 +119,7 @@ class PlacementPolicy(Protocol):
     def __call__(self, problem: PlacementProblem) -> Placement | Misfit: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceLoad:
+class DeviceLoad(NamedTuple):
     """The bytes that a placement puts on one device, apart from what is free."""
 
     weights: int = 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 from bigload.planning.placement.problem import Misfit, Placement, PlacementPolicy, PlacementProblem, fetch_ahead
 from bigload.planning.policy_registry import policy_named
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class Solution(NamedTuple):
     """A placement and the problem it answers: the one asked, or the same without accelerators that cannot run it."""
 
     problem: PlacementProblem

@@ -277,7 +277,7 @@ def _all_needed(units: Sequence[Unit], dear: int) -> tuple[Unit, ...]:
 
     def needed(unit: Unit) -> Unit:
         times = 1 if unit.is_routed else dear
-        return replace(unit, parts=tuple(replace(part, token_bytes=part.num_bytes * times) for part in unit.parts))
+        return replace(unit, parts=tuple(part._replace(token_bytes=part.num_bytes * times) for part in unit.parts))
 
     return tuple(map(needed, units))
 

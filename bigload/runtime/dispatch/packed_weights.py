@@ -68,7 +68,7 @@ def packed_view(model: nn.Module, checkpoint: Checkpoint) -> tuple[CheckpointVie
     for name, each in renamed.items():
         owner, old = name.rpartition(".")[0], each.name.rpartition(".")[0]
         new = {part: f"{owner}{part[len(old) :]}" for part in (*each.parts, *each.descriptions)}
-        moved[name] = replace(each, parts=tuple(new[part] for part in each.parts))
+        moved[name] = each._replace(parts=tuple(new[part] for part in each.parts))
         for part in each.parts:
             tensor = checkpoint.stored[part]
             stored[new[part]], sources[new[part]] = replace(tensor, name=new[part]), as_stored(tensor)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -55,8 +55,7 @@ MinContextOption = Annotated[
 _SPEED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:t|tok|tokens?)?\s*(?:/\s*s)?\s*", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Predictor:
+class Predictor(NamedTuple):
     """A machine that plans are predicted for; `is_here` where it is this one, with `ram_bytes` free now."""
 
     profile: MachineProfile
@@ -205,7 +204,7 @@ def plan_that_does(
         )
     if changes:
         note = PlanNote(code="gave-way", text=f"gave way: {changes}")
-        made = replace(made, plan=replace(made.plan, notes=(*made.plan.notes, note)))
+        made = made._replace(plan=replace(made.plan, notes=(*made.plan.notes, note)))
     return made
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -28,8 +27,7 @@ GpusOption = Annotated[str | None, typer.Option("--gpus", metavar="SIZE", help="
 MaxContextOption = Annotated[bool, typer.Option("--max-context", help="The largest context that the memory holds.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Question(NamedTuple):
     """At most one of the questions."""
 
     explain: str | None = None
@@ -68,8 +66,7 @@ class Question:
             raise typer.BadParameter(f"{self.asked[0]} answers a question and makes no plan; leave out {other}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(NamedTuple):
     """An answer in its three forms: for people, for scripts that want one value, and for programs."""
 
     shown: PlainTable | list[str]

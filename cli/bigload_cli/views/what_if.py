@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bigload.devices import CPU, DISK, Device
@@ -27,6 +26,7 @@ from bigload_cli.views.text import argument
 
 if TYPE_CHECKING:
     from bigload.machine.machine_profile import DeviceProfile, MachineProfile
+    from bigload.planning.model.activations import BlockActivations
     from bigload.planning.model.kv_cache import BlockCache
     from bigload.planning.model.run_memory import MemoryModel
     from bigload.planning.model.structure import ModelStructure
@@ -210,8 +210,13 @@ def run_memory(memory: MemoryModel) -> Document:
         "words": memory.num_words,
         "ofAllTokens": memory.has_logits_of_all_tokens,
         "bits": memory.dtype.bits,
-        "activations": sorted((asdict(each) for each in memory.activations), key=json.dumps),
+        "activations": sorted(map(_activations, memory.activations), key=json.dumps),
     }
+
+
+def _activations(block: BlockActivations) -> Document:
+    attentions, scans = ([layer._asdict() for layer in layers] for layers in (block.attentions, block.scans))
+    return {**block._asdict(), "attentions": attentions, "scans": scans}
 
 
 _Key = TypeVar("_Key", bound=Hashable)

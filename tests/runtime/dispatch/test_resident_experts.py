@@ -87,6 +87,6 @@ def test_whole_blocks_take_none(plain, planned):
 
 
 def test_experts_that_the_model_does_not_have_are_refused(planned):
-    other = replace(planned.resident_experts, experts={"layers.0.mlp": (0,), "layers.1.experts": (NUM_EXPERTS,)})
+    other = planned.resident_experts._replace(experts={"layers.0.mlp": (0,), "layers.1.experts": (NUM_EXPERTS,)})
     with pytest.raises(InvalidPlanError, match=r"Mixture does not have: layers\.0\.mlp, layers\.1\.experts"):
         bigload.load_and_dispatch(empty(), replace(planned, resident_experts=other))

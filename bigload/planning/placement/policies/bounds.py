@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.planning.placement.policies.knapsack import Bin, ItemKind, choose
 from bigload.planning.placement.policies.memory_tiers import Host, sparsest
@@ -18,8 +18,7 @@ MAX_UNLIKE_ROOMS = 64
 """With accelerators of more sizes than this, gaps that whole units leave are not counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class LowerBound:
+class LowerBound(NamedTuple):
     """Least bytes off the accelerators and on disk, and least cost (unit: `memory_tiers.Host`), of any placement."""
 
     offloaded_bytes: int

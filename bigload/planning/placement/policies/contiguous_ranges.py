@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import neg
+from typing import NamedTuple
 
 from bigload.devices import CPU, DISK, Device
 from bigload.planning.placement.policies.memory_tiers import (
@@ -31,8 +31,7 @@ MAX_STEPS = 2_000_000
 """Units looked at before the best placement so far is taken. Real models on a few accelerators stay far below."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankedPlacement:
+class RankedPlacement(NamedTuple):
     """A placement with what it costs: `cost` per token in the unit of `memory_tiers.Host`, then device changes."""
 
     devices: tuple[Device, ...]
@@ -90,7 +89,7 @@ class RangeSearch:
             if found is not None and (best is None or found.rank < best.rank):
                 best = found
             if self.gave_up:
-                return None if best is None else replace(best, exact=False)
+                return None if best is None else best._replace(exact=False)
         return best
 
     def splitter(self, position: int) -> TierSplitter:

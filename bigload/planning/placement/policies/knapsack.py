@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_STEPS = 1_000
 """Counts looked at before the best choice so far is taken. Only models with very many unlike blocks get there."""
@@ -23,16 +24,14 @@ class ItemKind:
     required: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Bin:
+class Bin(NamedTuple):
     """Room for `capacity` bytes, in which a saved byte counts `weight` times."""
 
     capacity: int
     weight: int
 
 
-@dataclass(frozen=True, slots=True)
-class KnapsackChoice:
+class KnapsackChoice(NamedTuple):
     """How many of each kind go into the first and the second bin; `exact` if no choice is worth more."""
 
     first: tuple[int, ...]

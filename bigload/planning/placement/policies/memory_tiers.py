@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from bigload.devices import CPU, DISK
 from bigload.planning.model.units import Unit
@@ -59,8 +60,7 @@ class Host:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TierSplit:
+class TierSplit(NamedTuple):
     """How many units of each kind are on the accelerator and in RAM, the others on disk.
 
     `counts` has a pair for each of `members`, the indexes of the units of one kind. `cost` is that of a token; no split

@@ -72,7 +72,7 @@ class _PlacementSearch:
             return misfit
         if self.problem.balance is Balance.SPREAD and self.problem.accelerators:
             found = self._spread(found)
-        return _placement(self.problem, replace(found, exact=proven))
+        return _placement(self.problem, found._replace(exact=proven))
 
     @property
     def _may_stream_anywhere(self) -> bool:
