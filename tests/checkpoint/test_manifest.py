@@ -41,9 +41,9 @@ manifests = st.builds(
         ManifestSource,
         path=texts,
         total_bytes=sizes,
-        shards=st.lists(st.builds(ShardFingerprint, file=texts, num_bytes=sizes, header_sha256=texts), max_size=2).map(
-            tuple
-        ),
+        shards=st.lists(
+            st.builds(ShardFingerprint, file=texts, num_bytes=sizes, header_sha256=texts, etag=st.none()), max_size=2
+        ).map(tuple),
     ),
     version=texts,
     options=st.dictionaries(texts, st.none() | st.integers() | texts | st.lists(texts, max_size=2), max_size=3),
