@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bigload.checkpoint.formats.gguf_splits import split_files
+from bigload.checkpoint.formats.gguf.splits import split_files
 from bigload.checkpoint.formats.registry import DCP, FORMATS, LIBRARY_BASES
 from bigload.errors import CheckpointNotFoundError
 from bigload.units import counted

@@ -20,7 +20,7 @@ from bigload.checkpoint.folder_files import (
     why_none,
 )
 from bigload.checkpoint.formats.dcp_safetensors import joined_parts, part_files
-from bigload.checkpoint.formats.gguf_splits import split_files, split_problems
+from bigload.checkpoint.formats.gguf.splits import split_files, split_problems
 from bigload.checkpoint.formats.registry import DCP, FORMATS, main_files, weight_suffixes
 from bigload.checkpoint.formats.unsupported import (
     adapter_warning,
@@ -332,11 +332,12 @@ def _as_transformers(
     headers: Sequence[ShardHeader], tensors: Mapping[str, TensorInfo], config: Mapping[str, object] | None
 ) -> tuple[Mapping[str, object] | None, Mapping[str, TensorInfo], tuple[CheckpointWarning, ...]]:
     """Return config and tensors of a GGUF model as transformers has them; `config` is that of a file beside it."""
-    from bigload.checkpoint.formats.gguf_model import config_of, family_of, renamed
+    from bigload.checkpoint.formats.gguf.config import config_of, family_of
+    from bigload.checkpoint.formats.gguf.names import renamed
 
     shards = [header.shard for header in headers]
     first = next((shard for shard in shards if shard.metadata.get("split.no", "0") == "0"), shards[0])
-    family = family_of(first)
+    family = family_of(first, tensors)
     if family is None:
         found = first.metadata.get("general.architecture", "")
         text = f"the architecture {found!r:.100} is not known: plans count weights, but not KV cache and activations"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import gcd
 
-from bigload.checkpoint.formats.gguf_families import GgufRule
+from bigload.checkpoint.formats.gguf.families import GgufRule
 from bigload.checkpoint.model import TensorInfo
 from bigload.conversion.arithmetic.ggml_blocks import EverySecond, GgmlValues, InterleavedRows, TransposedExperts
 from bigload.conversion.arithmetic.ggml_rows import NegatedExponential, ReorderedRows
@@ -166,6 +166,6 @@ _FROM_GGUF: Mapping[GgufRule, Callable[[Sequence[TensorInfo], Config], Operand]]
     GgufRule.PAIR: _pair_from,
     GgufRule.TRANSPOSED_PAIR: lambda tensors, _: _transposed(tensors),
     GgufRule.INTERLEAVED_PAIR: _interleaved_from,
-    GgufRule.SQUEEZED: lambda tensors, _: _values(tensors[0]),  # which has the dimension back (`gguf_model.renamed`)
+    GgufRule.SQUEEZED: lambda tensors, _: _values(tensors[0]),  # which has the dimension back (`names.renamed`)
     GgufRule.NEGATED_EXPONENTIAL: lambda tensors, _: _exponential(_values(tensors[0]), is_inverse=True),
 }

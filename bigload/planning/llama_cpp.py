@@ -12,8 +12,8 @@ import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 
-from bigload.checkpoint.formats.gguf_families import FAMILIES
-from bigload.checkpoint.formats.gguf_model import gguf_names
+from bigload.checkpoint.formats.gguf.families import FAMILIES
+from bigload.checkpoint.formats.gguf.names import gguf_names
 from bigload.checkpoint.model import Checkpoint
 from bigload.devices import Device
 from bigload.errors import OptionError

@@ -7,24 +7,9 @@ import bigload
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.conversion.arithmetic.ggml_blocks import DECODERS, GgmlValues
 from bigload.dtypes import STORED_DTYPES
+from gguf_models import MARKS, SIZES, gguf, small_model, transformers
 
-gguf = pytest.importorskip("gguf", reason="gguf is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
-
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -41,9 +26,15 @@ def test_blocks_of_any_bytes_are_decoded_as_the_package_does(name):
     assert bool((is_nan | (found.view(torch.int32) == expected.view(torch.int32))).all())
 
 
-def _write(model, path, architecture, kind):
-    """Write `model` as llama.cpp's converter does."""
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+ARCHITECTURES = {"mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe"}
+"""llama.cpp's names of those that it names otherwise."""
+
+
+def _write(model, path, form):
+    """Write `model` as llama.cpp's converter does, matrices in this form."""
+    config, kind = model.config, None if form == "F32" else gguf.GGMLQuantizationType[form]
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -110,103 +101,64 @@ def _as_llama_cpp(name, tensor, config, architecture):
     return [(name, tensor + 1 if architecture.startswith("gemma") and name.endswith("norm.weight") else tensor)]
 
 
-_NORMALISED = {"norm_topk_prob": True}
 CASES = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", "llama", {}, "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0"),
-    "tied": ("Qwen2ForCausalLM", "Qwen2Config", "qwen2", {"tie_word_embeddings": True}, "Q5_1"),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", "qwen3", {"head_dim": 32}, "Q8_0"),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        "gemma2",
-        {"head_dim": 32, "query_pre_attn_scalar": 32},
-        "Q8_0",
-    ),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        "gemma3",
-        {"head_dim": 32, "query_pre_attn_scalar": 32},
-        "Q8_0",
-    ),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", "phi3", {}, "Q8_0"),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", "llama", {"num_local_experts": 4}, "Q8_0"),
-    "gpt-oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        "gpt-oss",
+    "llama": ({}, "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0"),
+    "qwen2": ({"tie_word_embeddings": True}, "Q5_1"),
+    "qwen3": ({"head_dim": 32}, "Q8_0"),
+    "gemma2": ({"head_dim": 32, "query_pre_attn_scalar": 32}, "Q8_0"),
+    "gemma3_text": ({"head_dim": 32, "query_pre_attn_scalar": 32}, "Q8_0"),
+    "phi3": ({}, "Q8_0"),
+    "mixtral": ({"num_local_experts": 4}, "Q8_0"),
+    "gpt_oss": (
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16},
         "F32 F16 Q8_0 MXFP4",
     ),
-    "qwen3moe": (
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        "qwen3moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32, **_NORMALISED},
+    "qwen3_moe": (
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "head_dim": 32,
+            "norm_topk_prob": True,
+        },
         "Q8_0",
     ),
 }
+"""Options of each class, and types that a file of it is read from."""
 
-NOT_IN_TRANSFORMERS = {"qwen3", "mixtral", "qwen3moe", "gpt-oss"}
+NOT_IN_TRANSFORMERS = {"qwen3", "mixtral", "qwen3_moe", "gpt_oss"}
 """transformers 5.23 does not take head sizes and experts of these from the file, and builds another model."""
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"), [(case, kind) for case, (*_, kinds) in CASES.items() for kind in kinds.split()]
+    ("case", "kind"), [(case, kind) for case, (_, kinds) in CASES.items() for kind in kinds.split()]
 )
 def test_a_reshard_is_the_model_that_was_written(tmp_path, case, kind):
-    model_class, config_class, architecture, options, _ = CASES[case]
-    torch.manual_seed(0)
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**SIZES, **options))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data = torch.randn_like(parameter)
+    model = small_model(case, CASES[case][0])
     (tmp_path / "in").mkdir()
-    _write(
-        model, tmp_path / "in" / "model.gguf", architecture, None if kind == "F32" else gguf.GGMLQuantizationType[kind]
-    )
+    _write(model, tmp_path / "in" / "model.gguf", kind)
     bigload.reshard(tmp_path / "in" / "model.gguf", tmp_path / "out", dtype="fp32")
-    found, said = getattr(transformers, model_class).from_pretrained(tmp_path / "out", output_loading_info=True)
+    found, said = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(said.values())
     assert {key: getattr(found.config, key) for key in SIZES} == SIZES
-    if case == "gpt-oss":
+    if case == "gpt_oss":
         assert found.config.rope_parameters == model.config.rope_parameters
         assert found.config.sliding_window == model.config.sliding_window
     tolerance = {"F32": 0, "F16": 1e-4, "BF16": 1e-3}.get(kind, 0.02)
     for name, tensor in model.state_dict().items():
         assert torch.allclose(found.state_dict()[name], tensor, rtol=0, atol=tolerance), name
     if case not in NOT_IN_TRANSFORMERS:
-        theirs = getattr(transformers, model_class).from_pretrained(tmp_path / "in", gguf_file="model.gguf")
+        theirs = type(model).from_pretrained(tmp_path / "in", gguf_file="model.gguf")
         for name, tensor in theirs.state_dict().items():
             assert torch.equal(found.state_dict()[name], tensor.float()), name
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_plan_is_that_of_the_model_as_safetensors(tmp_path, case):
-    model_class, config_class, architecture, options, _ = CASES[case]
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**SIZES, **options))
-    model.save_pretrained(tmp_path / "twin")
-    (tmp_path / "in").mkdir()
-    _write(model, tmp_path / "in" / "model.gguf", architecture, None)
-    plans = [
-        bigload.plan(folder, {"cuda:0": "2MiB", "cpu": "1GiB"}, context=64, overhead=0)
-        for folder in (tmp_path / "twin", tmp_path / "in" / "model.gguf")
-    ]
-    assert plans[0].device_map == plans[1].device_map
-    assert plans[0].devices == plans[1].devices
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_file_is_the_one_that_the_package_writes(tmp_path, case, kind):
-    model_class, config_class, architecture, options, _ = CASES[case]
-    torch.manual_seed(0)
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**SIZES, **options))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data = torch.randn_like(parameter)
+    model = small_model(case, CASES[case][0])
     model.save_pretrained(tmp_path / "in")
-    _write(model, tmp_path / "theirs.gguf", architecture, None if kind == "F32" else gguf.GGMLQuantizationType[kind])
+    _write(model, tmp_path / "theirs.gguf", kind)
     asked = {"F32": "fp32"}.get(kind, kind.lower())
     bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf", dtype=asked)
     ours, theirs = (gguf.GGUFReader(path) for path in (tmp_path / "out" / "model.gguf", tmp_path / "theirs.gguf"))
@@ -220,8 +172,8 @@ def test_a_file_is_the_one_that_the_package_writes(tmp_path, case, kind):
         if not key.startswith(("GGUF.", "general.alignment")) and "tokenizer.ggml." not in key.replace("_id", ""):
             assert ours.fields[key].contents() == field.contents(), key
     if case not in NOT_IN_TRANSFORMERS:
-        loaded = getattr(transformers, model_class).from_pretrained(tmp_path / "out", gguf_file="model.gguf")
-        again = getattr(transformers, model_class).from_pretrained(tmp_path, gguf_file="theirs.gguf")
+        loaded = type(model).from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+        again = type(model).from_pretrained(tmp_path, gguf_file="theirs.gguf")
         for name, tensor in again.state_dict().items():
             assert torch.equal(loaded.state_dict()[name], tensor), name
 
@@ -229,14 +181,15 @@ def test_a_file_is_the_one_that_the_package_writes(tmp_path, case, kind):
 def test_factors_of_frequencies_are_those_of_transformers():
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from bigload.checkpoint.formats.gguf_families import FAMILIES
-    from bigload.layouts.kinds.gguf_file import rope_factors
+    from bigload.checkpoint.formats.gguf.families import FAMILIES
+    from bigload.checkpoint.formats.gguf.rope import factor_tensors
 
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, **scaling}
     config = transformers.LlamaConfig(**{**SIZES, "head_dim": 64}, rope_parameters=rope)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    factors = torch.tensor(rope_factors(config.to_dict(), FAMILIES["llama"]), dtype=torch.float64)
+    (found,) = factor_tensors(config.to_dict(), FAMILIES["llama"]).values()
+    factors = torch.tensor(found, dtype=torch.float64)
     plain = 500000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     assert len(set(factors.tolist())) > 3
     assert torch.allclose(plain / factors, expected.double(), rtol=1e-6)

@@ -9,25 +9,12 @@ from safetensors.torch import load_file, save_file
 
 import bigload
 import llama_cpp_server
+from gguf_models import MARKS, gguf, small_model, transformers
 
-gguf = pytest.importorskip("gguf", reason="gguf is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = MARKS
 
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LAYERS = {"num_hidden_layers": 4}
 ROUTED = {
@@ -56,6 +43,25 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + each / 8 for each in range(16)],
+    "long_factor": [2.0 + each for each in range(16)],
+}
+T5 = {"d_model": 128, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+GEMMA4 = {
+    **LAYERS,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 320,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+K_IS_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_double_wide_mlp": False}
 GPT2 = {"intermediate_size": 512, "n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 128}
 CASES = {
     "llama": {"attention_bias": True},
@@ -70,7 +76,15 @@ CASES = {
     "gemma": {"head_dim": 64},
     "gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64},
     "gemma3_text": {"head_dim": 64, "query_pre_attn_scalar": 64},
+    "gemma4_text": GEMMA4,
+    "gemma4_text of one size": {**GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, **K_IS_V},
     "phi3": {},
+    "phi3 of few tokens": {
+        "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": 256,
+        "max_position_embeddings": 512,
+    },
+    "phi3 of many tokens": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 3},
     "glm4": {"head_dim": 32, "attention_bias": True},
     "olmo2": {},
     "granite": {
@@ -96,6 +110,19 @@ CASES = {
     "deepseek_v3": {**LATENT, **GROUPS, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     "deepseek_v2": LATENT,
     "glm4_moe": {**ROUTED, "head_dim": 32, "use_qk_norm": True},
+    "dots1": {**ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "head_dim": 32,
+        "intermediate_size_mlp": 192,
+        "interleave_moe_layer_step": 2,
+        **LAYERS,
+    },
+    "t5": T5,
+    "t5 with a gate": {**T5, "feed_forward_proj": "gated-gelu"},
+    "umt5": T5,
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2},
     "qwen3 with YaRN": {"head_dim": 64, "rope_parameters": YARN},
     "deepseek_v3 with YaRN": {**LATENT, **GROUPS, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -107,6 +134,9 @@ CASES = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32, "intermediate_size": 192},
 }
+QUICK = {"llama", "qwen3_moe", "phi3", "deepseek_v3", "gpt_oss"}
+"""Cases of the default tests, one for each way of storing heads and experts; the others are slow."""
+
 READ_BY_TRANSFORMERS = {
     *("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "starcoder2", "stablelm", "nemotron"),
     *("bloom", "falcon", "mamba", "lfm2"),
@@ -116,15 +146,7 @@ READ_BY_TRANSFORMERS = {
 
 def saved(case, folder):
     """Save a model of random weights with a tokenizer, and return that."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += torch.rand_like(parameter) - 0.5
-        else:
-            parameter.data *= 3  # so that answers differ from token to token
-    model.save_pretrained(folder)
+    small_model(case.split()[0], CASES[case]).save_pretrained(folder)
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -135,7 +157,9 @@ def saved(case, folder):
     return made
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in CASES]
+)
 def case(request, tmp_path_factory):
     """A model of the family in a folder, and the GGUF file written of it."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -145,11 +169,24 @@ def case(request, tmp_path_factory):
     (folder / "out" / "model.gguf").rename(folder / "alone" / "model.gguf")
     return SimpleNamespace(
         family=request.param,
-        model=transformers.AutoModelForCausalLM.from_pretrained(folder / "in").eval(),
+        model=loaded(folder / "in"),
         folder=folder / "in",
         file=folder / "alone" / "model.gguf",
         tokenizer=made,
     )
+
+
+def loaded(folder):
+    """Return the model of a folder, of whichever class its config names."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return getattr(transformers, config.architectures[0]).from_pretrained(folder).eval()
+
+
+def logits(model, tokens):
+    """Return the logits of `tokens`; for an encoder-decoder, of both sides."""
+    with torch.no_grad():
+        decoder = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+        return model(tokens, **decoder).logits
 
 
 def test_llama_cpp_answers_as_transformers(case):
@@ -185,8 +222,7 @@ def test_what_is_read_again_is_the_same_model(case, tmp_path):
     for name, tensor in found.state_dict().items():
         assert torch.allclose(tensor, expected[name], rtol=0, atol=3e-7), name  # norms less one, one added
     tokens = torch.arange(3, 60).unsqueeze(0)
-    with torch.no_grad():
-        assert torch.allclose(found.eval()(tokens).logits, case.model(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(logits(found.eval(), tokens), logits(case.model, tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_a_plan_is_that_of_the_model_as_safetensors(case):
@@ -230,3 +266,79 @@ def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name].float()) for name, tensor in found.items())
     check_answer(file, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval(), tokenizer)
+
+
+def with_prediction(folder, model_type):
+    """Save a model with one layer more than it has: that of multi-token prediction. Return its tokenizer."""
+    tokenizer = saved(model_type, folder)
+    tensors = load_file(folder / "model.safetensors")
+    copied = {name.replace("layers.1.", "layers.2."): tensors[name] for name in tensors if "layers.1." in name}
+    own = {"enorm": (128,), "hnorm": (128,), "eh_proj": (128, 256), "shared_head.norm": (128,)}
+    own |= {"embed_tokens": (320, 128), "shared_head.head": (320, 128)}
+    copied |= {f"model.layers.2.{name}.weight": torch.rand(shape) for name, shape in own.items()}
+    save_file({**tensors, **copied}, folder / "model.safetensors", metadata={"format": "pt"})
+    config = loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(dumps({**config, "num_nextn_predict_layers": 1}))
+    return tokenizer, copied
+
+
+@pytest.mark.parametrize(("model_type", "is_written"), [("glm4_moe", True), ("deepseek_v3", False)])
+def test_layers_of_multi_token_prediction_are_those_that_llama_cpp_expects(tmp_path, model_type, is_written):
+    tokenizer, extra = with_prediction(tmp_path / "in", model_type)
+    report = bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf", dtype="fp32")
+    assert any("1 layer of multi-token prediction" in note for note in report.output.notes) is not is_written
+    file = tmp_path / "alone.gguf"
+    (tmp_path / "out/model.gguf").rename(file)
+    architecture, names = model_type.replace("_", ""), {tensor.name for tensor in gguf.GGUFReader(file).tensors}
+    if is_written:
+        fields = gguf.GGUFReader(file).fields
+        assert fields[f"{architecture}.block_count"].contents() == 3
+        assert fields[f"{architecture}.nextn_predict_layers"].contents() == 1
+        assert "blk.2.nextn.eh_proj.weight" in names
+    else:
+        assert not any(name.startswith("blk.2.") for name in names)
+    bigload.reshard(file, tmp_path / "back", dtype="fp32")
+    found, expected = (load_file(tmp_path / each / "model.safetensors") for each in ("back", "in"))
+    assert found.keys() == expected.keys() - (set() if is_written else extra.keys())
+    assert all(torch.allclose(tensor, expected[name], rtol=0, atol=3e-7) for name, tensor in found.items())
+    assert loads((tmp_path / "back/config.json").read_text())["num_hidden_layers"] == 2
+    check_answer(file, loaded(tmp_path / "in"), tokenizer)
+
+
+def test_an_older_file_of_deepseek_has_keys_and_values_of_heads_in_one_tensor(tmp_path):
+    tokenizer = saved("deepseek_v3", tmp_path / "in")
+    bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf", dtype="fp32")
+    reader, weights = gguf.GGUFReader(tmp_path / "out/model.gguf"), load_file(tmp_path / "in/model.safetensors")
+    writer = gguf.GGUFWriter(tmp_path / "old.gguf", "deepseek2")
+    changed = {
+        "head_count_kv": 4,
+        "key_length": 48,
+        "value_length": 48,
+        "key_length_mla": None,
+        "value_length_mla": None,
+    }
+    for key, field in reader.fields.items():
+        value = changed.get(key.removeprefix("deepseek2.attention."), field.contents())
+        if value is not None and not key.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        if "attn_k_b" not in tensor.name and "attn_v_b" not in tensor.name:
+            writer.add_tensor(tensor.name, tensor.data)
+    for number in range(2):
+        whole = weights[f"model.layers.{number}.self_attn.kv_b_proj.weight"]
+        writer.add_tensor(f"blk.{number}.attn_kv_b.weight", whole.numpy())
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    bigload.reshard(tmp_path / "old.gguf", tmp_path / "back", dtype="fp32")
+    found = load_file(tmp_path / "back/model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
+    tokens = torch.arange(3, 60).unsqueeze(0)
+    back, model = loaded(tmp_path / "back"), loaded(tmp_path / "in")
+    assert torch.allclose(logits(back, tokens), logits(model, tokens), rtol=1e-4, atol=1e-4)
+    check_answer(tmp_path / "old.gguf", model, tokenizer)

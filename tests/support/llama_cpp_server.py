@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+SECONDS = 600
+"""For one model: seconds on an idle machine, minutes beside other work."""
+
 _PROGRAM = """
 import json, sys, urllib.request
 import xllamacpp
@@ -27,6 +30,6 @@ def ask(file, texts, *, num_tokens=8):
     """Return the tokens of all `texts`, and the greedy answer to the first."""
     pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
     command = [sys.executable, "-c", _PROGRAM, str(file), json.dumps(texts), str(num_tokens)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])

@@ -110,7 +110,7 @@ GGUF = CheckpointFormat(
     whole_file="model.gguf",
     index_suffix=".gguf.index.json",
     default_index="model.gguf.index.json",
-    reader="bigload.checkpoint.formats.gguf",
+    reader="bigload.checkpoint.formats.gguf.header",
     has_data_read=False,
 )
 

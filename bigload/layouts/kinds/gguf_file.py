@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from bigload.checkpoint.formats.gguf import stored_keys
-from bigload.checkpoint.formats.gguf_families import FAMILIES, HEADS, Family, GgufRule
-from bigload.checkpoint.formats.gguf_model import gguf_names, llama3_factors, rule_of
-from bigload.checkpoint.formats.gguf_tokenizer import UnknownTokenizerError, tokenizer_metadata
-from bigload.checkpoint.formats.gguf_writing import MetadataValue, encode_header, padding
+from bigload.checkpoint.formats.gguf.families import FAMILIES, HEADS, Family, GgufRule, Prediction
+from bigload.checkpoint.formats.gguf.header import stored_keys
+from bigload.checkpoint.formats.gguf.metadata import check_computation, metadata_of
+from bigload.checkpoint.formats.gguf.names import gguf_names, place_of, rule_of
+from bigload.checkpoint.formats.gguf.rope import factor_tensors
+from bigload.checkpoint.formats.gguf.tokenizer import UnknownTokenizerError, tokenizer_metadata
+from bigload.checkpoint.formats.gguf.writing import MetadataValue, encode_header, padding, refusal
 from bigload.checkpoint.formats.registry import GGUF, read_shard_header
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.checkpoint.sources.small_reads import opened_range
@@ -40,8 +42,8 @@ from bigload.units import counted
 FILE = "model.gguf"
 _F32, _F16, _Q8_0, _MXFP4 = DTYPES["F32"], DTYPES["F16"], STORED_DTYPES["Q8_0"], STORED_DTYPES["MXFP4"]
 _ALWAYS_F32 = (".ffn_gate_inp.", "_norm.", "position_embd.", "token_types.", ".ssm_conv1d.", ".shortconv.conv.")
-_FLOATS = ("_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping", "_scale", ".scale")
-_FLAGS = ("use_parallel_residual", "expert_weights_norm")
+
+
 _LEFT_OUT = (
     "rotary_emb.inv_freq",
     *(f".{each}" for each in ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")),
@@ -61,9 +63,10 @@ def lay_out(request: LayoutRequest) -> Output:
         return _rewritten(request)
     config = checkpoint.config or {}
     family = _family(checkpoint)
-    _check_computation(config, family)
+    check_computation(config, family)
     made: dict[str, tuple[OutputTensor, DType, tuple[int, ...]]] = {}
-    for name, (rule, tensors) in _by_gguf_name(request, family).items():
+    sources, beyond = _sources(request, family)
+    for name, (rule, tensors) in _by_gguf_name(sources, config, family).items():
         first = tensors[0]
         shape = (len(tensors), *shape_of(first)) if _is_expert(name, first) else shape_of(first)
         if "ffn_gate_inp_shexp" in name and len(shape) == 2:
@@ -78,26 +81,32 @@ def lay_out(request: LayoutRequest) -> Output:
             is_q8_0=dtype == _Q8_0,
         )
         made[name] = _written(name, operation, dtype, shape), dtype, shape
-    factors = rope_factors(config, family)
-    if factors:
-        row = ComputedTensor("rope_freqs.weight", _F32, (len(factors),), ConstantRow(factors))
-        made[row.name] = OutputTensor(source=row, dtype=_F32), _F32, row.shape
-    metadata = _metadata(checkpoint, family, [dtype for _, dtype, _ in made.values()])
+    for name, factors in factor_tensors(config, family).items():
+        row = ComputedTensor(name, _F32, (len(factors),), ConstantRow(factors))
+        made[name] = OutputTensor(source=row, dtype=_F32), _F32, row.shape
+    file_type = _file_type([dtype for _, dtype, _ in made.values()])
+    is_left_out = family.prediction is Prediction.LEFT_OUT
+    metadata = metadata_of(checkpoint.name, config, family, file_type, 0 if is_left_out else len(beyond))
     embedding = made.get("token_embd.weight")
     tokenizer, note = _tokenizer(checkpoint, embedding[2][0] if embedding else 0)
-    return _one_file({**metadata, **tokenizer}, made, note)
+    notes = [note]
+    if beyond and is_left_out:
+        notes.append(
+            f"not written: {counted(len(beyond), 'layer')} of multi-token prediction, as llama.cpp's converter"
+        )
+    return _one_file({**metadata, **tokenizer}, made, notes)
 
 
 _Made = Mapping[str, tuple[OutputTensor, DType, tuple[int, ...]]]
 """Tensors to write by name, with the dtype and shape that the header states."""
 
 
-def _one_file(metadata: Mapping[str, MetadataValue], made: _Made, note: str) -> Output:
+def _one_file(metadata: Mapping[str, MetadataValue], made: _Made, notes: Sequence[str]) -> Output:
     header = encode_header(metadata, [(name, dtype, shape) for name, (_, dtype, shape) in made.items()])
     tensors = tuple(tensor for tensor, _, _ in made.values())
     gaps = tuple(padding(tensor.num_bytes) for tensor in tensors)
     file = OutputFile(file=FILE, tensors=tensors, is_raw=True, own_header=header, gaps=gaps)
-    return Output(files=(file,), notes=(note,))
+    return Output(files=(file,), notes=tuple(notes))
 
 
 def _rewritten(request: LayoutRequest) -> Output:
@@ -121,7 +130,7 @@ def _rewritten(request: LayoutRequest) -> Output:
     metadata = {key: value for key, value in keys.items() if not key.startswith("split.")}
     if asked is not None:
         metadata["general.file_type"] = _file_type([dtype for _, dtype, _ in made.values()])
-    return _one_file(metadata, made, f"model.gguf has all {counted(len(metadata), 'key')} of the source")
+    return _one_file(metadata, made, [f"model.gguf has all {counted(len(metadata), 'key')} of the source"])
 
 
 def _again(tensor: TensorInfo, asked: DType | None) -> tuple[OutputTensor, DType, tuple[int, ...]]:
@@ -148,10 +157,6 @@ def _tokenizer(checkpoint: Checkpoint, num_rows: int) -> tuple[dict[str, Metadat
     return found, f"model.gguf has the tokenizer, of llama.cpp's kind {kind!s} (pre {rule!s})"
 
 
-def _refusal(expected: str, *, hint: str | None = None) -> OptionError:
-    return OptionError.of("layout", "gguf", expected, hint=hint)
-
-
 def _family(checkpoint: Checkpoint) -> Family:
     config = checkpoint.config or {}
     model_type = config.get("model_type")
@@ -159,10 +164,10 @@ def _family(checkpoint: Checkpoint) -> Family:
     if family is None:
         known = ", ".join(sorted(FAMILIES))
         hint = "convert_hf_to_gguf.py of llama.cpp knows more"
-        raise _refusal(f"a model of one of the types {known}; this one is {model_type!r:.100}", hint=hint)
+        raise refusal(f"a model of one of the types {known}; this one is {model_type!r:.100}", hint=hint)
     settings = config.get("quantization_config")
     if settings and not (isinstance(settings, dict) and _is_mxfp4(settings, family)):
-        raise _refusal("a model that is not quantised", hint="reshard the original weights, or add --dequantize")
+        raise refusal("a model that is not quantised", hint="reshard the original weights, or add --dequantize")
     return family
 
 
@@ -170,43 +175,37 @@ def _is_mxfp4(settings: Mapping[str, object], family: Family) -> bool:
     return settings.get("quant_method") == "mxfp4" and GgufRule.INTERLEAVED_PAIR in family.rules.values()
 
 
-def _check_computation(config: Mapping[str, object], family: Family) -> None:
-    """Refuse a model that llama.cpp would compute otherwise, because GGUF has no key for what its config says."""
-    model_type = family.model_type
-    for key, expected in family.builtin.items():
-        found = config.get(key, expected)
-        if found != expected:
-            raise _refusal(f"a {model_type} whose {key} is {expected!r}, as llama.cpp computes; it is {found!r:.100}")
-    for key in ("hidden_activation", "hidden_act", "activation_function"):
-        found = config.get(key)
-        if isinstance(found, str) and found not in family.activations:
-            known = " or ".join(family.activations)
-            raise _refusal(f"a {model_type} whose {key} is {known}, as llama.cpp computes; it is {found!r:.100}")
-    kinds = config.get("layer_types")
-    if family.window_every and isinstance(kinds, list) and "sliding_attention" in kinds:
-        for number, kind in enumerate(kinds):
-            if (kind == "sliding_attention") != (number % family.window_every < family.window_every - 1):
-                expected = f"layers with a window but every {family.window_every}th, as llama.cpp computes"
-                raise _refusal(f"a {model_type} of {expected}; layer {number} is {kind!r:.100}")
-    scale = config.get("query_pre_attn_scalar")
-    if model_type in ("gemma2", "gemma3_text") and isinstance(scale, int | float):
-        is_27b = config.get("num_hidden_layers") in (46, 62)  # which llama.cpp knows by this
-        size = _head_dim({**config, "head_dim": None} if is_27b else config, family)
-        if scale != size:
-            text = f"a {model_type} whose query_pre_attn_scalar is {size}, as llama.cpp computes; it is {scale:g}"
-            raise _refusal(text)
-
-
-def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, tuple[GgufRule | None, list[Operand]]]:
-    """Return what each tensor of the file is made of: one tensor, or those of its experts in order."""
+def _sources(request: LayoutRequest, family: Family) -> tuple[list[OutputTensor], set[int]]:
+    """Return what is written of a model, and the numbers of its layers of multi-token prediction, after all others."""
     config = request.checkpoint.config or {}
-    is_tied = config.get("tie_word_embeddings", family.is_tied) is True
-    found: dict[str, dict[int, Operand]] = {}
-    rules: dict[str, GgufRule | None] = {}
-    nameless: list[str] = []
+    count = config.get(family.keys["block_count"])
+    kept, beyond = list[OutputTensor](), set[int]()
+    # T5 says that it is tied, whether it is or not
+    is_tied = not family.encoder_decoder and config.get("tie_word_embeddings", family.is_tied) is True
     for tensor in _with_mxfp4(request.in_execution_order()):
         if tensor.name.endswith(_LEFT_OUT) or (is_tied and tensor.name == f"{family.root['output']}.weight"):
             continue  # llama.cpp computes these, and ties the output
+        place = place_of(family, tensor.name)
+        if place is not None and isinstance(count, int) and place[1] >= count and not family.encoder_decoder:
+            if family.prediction is Prediction.REFUSED:
+                text = f"a {family.model_type} of {counted(count, 'layer')}, as {family.keys['block_count']} says"
+                hint = f"--drop '{family.layers}.{place[1]}.*' leaves the layer out"
+                raise refusal(f"{text}; there is {tensor.name}", hint=hint)
+            beyond.add(place[1])
+            if family.prediction is Prediction.LEFT_OUT:
+                continue
+        kept.append(tensor)
+    return kept, beyond
+
+
+def _by_gguf_name(
+    sources: Sequence[OutputTensor], config: Mapping[str, object], family: Family
+) -> dict[str, tuple[GgufRule | None, list[Operand]]]:
+    """Return what each tensor of the file is made of: one tensor, or those of its experts in order."""
+    found: dict[str, dict[int, Operand]] = {}
+    rules: dict[str, GgufRule | None] = {}
+    nameless: list[str] = []
+    for tensor in sources:
         names, rule = gguf_names(family, tensor.name), rule_of(family, tensor.name)
         parts = to_gguf(rule, tensor.source, config) if rule is not None and len(names) else (tensor.source,)
         if len(parts) != len(names):
@@ -218,13 +217,13 @@ def _by_gguf_name(request: LayoutRequest, family: Family) -> dict[str, tuple[Ggu
             found.setdefault(name, {})[numbers[-1] if _is_expert(name, part) else 0] = part
     if nameless:
         more = f" and {len(nameless) - 1} more" if len(nameless) > 1 else ""
-        raise _refusal(
+        raise refusal(
             f"a model whose tensors all have a name in GGUF; {nameless[0]}{more} has none",
             hint="--drop leaves tensors out; experts have to be stored one by one, as transformers saves them",
         )
     for name, tensors in found.items():
         if sorted(tensors) != list(range(len(tensors))) or len({shape_of(each) for each in tensors.values()}) > 1:
-            raise _refusal(f"experts 0 to {max(tensors)} of one shape for {name}; some are missing or differ")
+            raise refusal(f"experts 0 to {max(tensors)} of one shape for {name}; some are missing or differ")
     return {name: (rules[name], [tensors[number] for number in sorted(tensors)]) for name, tensors in found.items()}
 
 
@@ -243,7 +242,7 @@ def _with_mxfp4(tensors: Sequence[OutputTensor]) -> Iterator[OutputTensor]:
 def _mxfp4(name: str, blocks: TensorInfo, scales: TensorInfo) -> ComputedTensor:
     if blocks.shape != (*scales.shape, 16) or len(scales.shape) != 3 or {blocks.dtype, scales.dtype} != {DTYPES["U8"]}:
         expected = "experts in blocks [experts, outputs, inputs / 32, 16] and scales without the last dimension, in U8"
-        raise _refusal(f"{expected}; {name} has {list(blocks.shape)} and {list(scales.shape)}")
+        raise refusal(f"{expected}; {name} has {list(blocks.shape)} and {list(scales.shape)}")
     return ComputedTensor(name, _MXFP4, (*scales.shape[:2], 32 * scales.shape[2]), Mxfp4Rows(blocks, scales))
 
 
@@ -256,7 +255,7 @@ def _dtype(name: str, stored: DType, shape: tuple[int, ...], asked: DType | None
     if stored == _MXFP4:
         return stored
     if stored.name not in ("F64", *_FILE_TYPES):
-        raise _refusal(f"weights in float16, bfloat16 or float32; {name} is {stored}")
+        raise refusal(f"weights in float16, bfloat16 or float32; {name} is {stored}")
     if len(shape) == 1 or not name.endswith(".weight") or any(each in name for each in _ALWAYS_F32):
         return _F32
     dtype = asked or (_F32 if stored.name == "F64" else stored)
@@ -278,178 +277,9 @@ def _written(name: str, operation: GgmlRows, dtype: DType, shape: tuple[int, ...
     return OutputTensor(source=ComputedTensor(name, first.dtype, shape, operation), dtype=dtype)
 
 
-def _metadata(checkpoint: Checkpoint, family: Family, dtypes: list[DType]) -> dict[str, MetadataValue]:
-    config, architecture = checkpoint.config or {}, family.architecture
-    name = checkpoint.name
-    if family.model_type == "mistral" and "mistral" not in name.lower():
-        name = f"Mistral {name}"  # the name tells readers Mistral from Llama
-    found: dict[str, MetadataValue] = {
-        "general.architecture": architecture,
-        "general.type": "model",
-        "general.name": name,
-        "general.file_type": _file_type(dtypes),
-        "general.quantization_version": 2,
-    }
-    experts = config.get("num_experts", config.get("num_local_experts"))  # versions of transformers name it differently
-    values = {
-        **config,
-        "num_experts": experts,
-        "num_local_experts": experts,
-        "rope_theta": _rope(config).get("rope_theta", config.get("rope_theta")),
-        "rope_local_base_freq": _local_rope_theta(config),
-    }
-    if config.get("use_sliding_window") is False:
-        values.pop("sliding_window", None)
-    for key, known in family.keys.items():
-        value = values.get(known)
-        if isinstance(value, bool) and key in _FLAGS:
-            found[f"{architecture}.{key}"] = value
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[f"{architecture}.{key}"] = float(value) if key.endswith(_FLOATS) else int(value)
-    sizes = _head_sizes(config, family) if "attention.head_count" in family.keys else {}
-    found |= {f"{architecture}.{key}": value for key, value in sizes.items()}
-    found |= {f"{architecture}.{key}": value for key, value in family.fixed.items()}
-    kinds, count = config.get("layer_types"), config.get("num_key_value_heads")
-    if family.model_type == "lfm2" and isinstance(kinds, list) and isinstance(count, int):
-        found[f"{architecture}.attention.head_count_kv"] = [count if kind == "full_attention" else 0 for kind in kinds]
-        found[f"{architecture}.feed_forward_length"] = _adjusted_length(config)
-    found |= {f"{architecture}.rope.scaling.{key}": value for key, value in _scaling(config).items()}
-    for key, known in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
-        value = config.get(known)
-        value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            found[f"tokenizer.ggml.{key}_token_id"] = value
-    return found
-
-
 def _file_type(dtypes: list[DType]) -> int:
     matrices = [dtype.name for dtype in dtypes if dtype != _F32 and dtype.name in _FILE_TYPES] or ["F32"]
     return _FILE_TYPES[max(set(matrices), key=matrices.count)]
-
-
-def _adjusted_length(config: Mapping[str, object]) -> int:
-    """Return the inner size of LFM2's feed-forward layers: two thirds, times a factor, rounded up."""
-    names = ("block_ff_dim", "intermediate_size", "block_ffn_dim_multiplier", "block_multiple_of")
-    stated, usual, factor, step = (value if isinstance(value := config.get(each), int | float) else 0 for each in names)
-    length = stated or usual
-    if config.get("block_auto_adjust_ff_dim", True) is not True:
-        return int(length)
-    length = int((factor or 1) * int(2 * length / 3))
-    return int(step or 1) * -(-length // int(step or 1))
-
-
-def _head_sizes(config: Mapping[str, object], family: Family) -> dict[str, int]:
-    """Return the keys that follow from several of config.json."""
-    found: dict[str, int] = {}
-    if config.get(family.keys.get("feed_forward_length", "")) is None:
-        hidden = config.get(family.keys["embedding_length"])
-        found["feed_forward_length"] = 4 * hidden if isinstance(hidden, int) else 0
-    if config.get(family.keys["context_length"]) is None:
-        found["context_length"] = 2048
-    if config.get("multi_query") is True:
-        found["attention.head_count_kv"] = 1
-    if GgufRule.LATENT_HEADS in family.rules.values():
-        sizes = [config.get(each) for each in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
-        latent, rotated, plain, value = (each if isinstance(each, int) else 0 for each in sizes)
-        return {
-            **found,
-            "attention.head_count_kv": 1,
-            "attention.key_length": latent + rotated,
-            "attention.value_length": latent,
-            "attention.key_length_mla": plain + rotated,
-            "attention.value_length_mla": value,
-            "rope.dimension_count": rotated,
-        }
-    head_dim = _head_dim(config, family)
-    share = _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
-    share = share if isinstance(share, int | float) and 0 < share <= 1 else 1
-    rotated = int(head_dim * share)
-    return {
-        **found,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "rope.dimension_count": rotated,
-    }
-
-
-def _head_dim(config: Mapping[str, object], family: Family) -> int:
-    names = [family.keys["embedding_length"], family.keys["attention.head_count"]]
-    head_dim, hidden, heads = (config.get(key) for key in ("head_dim", *names))
-    if isinstance(head_dim, int) and head_dim > 0:
-        return head_dim
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        raise _refusal(f"a config.json with {names[0]} and {names[1]}")
-    return hidden // heads
-
-
-def _scaling(config: Mapping[str, object]) -> dict[str, str | int | float]:
-    """Return the keys of a rotary embedding that is scaled by one factor."""
-    scaling = _rope(config)
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind not in ("linear", "yarn"):
-        return {}
-    found: dict[str, str | int | float] = {"type": str(kind), "factor": _positive(scaling, "factor")}
-    if kind == "linear":
-        return found
-    share = scaling.get("mscale_all_dim")
-    is_cut = config.get("model_type") != "gpt_oss"  # whose bounds llama.cpp rounds, and its converter lets it
-    for key, expected in (("truncate", is_cut), ("attention_factor", None), ("mscale", share)):
-        if scaling.get(key, expected) != expected:
-            text = f"rotary embeddings of YaRN whose {key} is {expected!r}, as llama.cpp computes"
-            raise _refusal(f"{text}; it is {scaling[key]!r:.100}")
-    found["original_context_length"] = int(_positive(scaling, "original_max_position_embeddings"))
-    for key, value in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-        found[f"yarn_{key}"] = _positive({key: scaling.get(key) or value}, key)
-    if isinstance(share, int | float):
-        found["yarn_log_multiplier"] = 0.1 * share  # as llama.cpp has it of DeepSeek
-    return found
-
-
-def _local_rope_theta(config: Mapping[str, object]) -> object:
-    """Return the base of the rotary embedding in layers with a window; transformers 5 has another key than 4."""
-    parameters = config.get("rope_parameters")
-    inner = parameters.get("sliding_attention") if isinstance(parameters, dict) else None
-    return inner.get("rope_theta") if isinstance(inner, dict) else config.get("rope_local_base_freq")
-
-
-def _rope(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the parameters of the rotary embedding: transformers 5 has another key for them than 4.
-
-    Of Gemma 3, which has others for layers with a window, those of the other layers.
-    """
-    for key in ("rope_parameters", "rope_scaling"):
-        found = config.get(key)
-        if isinstance(found, dict):
-            inner = found.get("full_attention")
-            return inner if isinstance(inner, dict) else found
-    return {}
-
-
-def rope_factors(config: Mapping[str, object], family: Family) -> tuple[float, ...]:
-    """Return by what each frequency is divided, as Llama 3.1 does; empty where none is."""
-    scaling = _rope(config)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in ("default", "linear", "yarn"):
-        return ()
-    if kind != "llama3":
-        raise _refusal(f"a model with plain, linear, YaRN or llama3 rotary embeddings; this one has {kind!r:.100}")
-    base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-    if not isinstance(base, int | float) or base <= 0:
-        raise _refusal(f"a config.json with a rope_theta above 0; found {base!r:.100}")
-    factor, low, high, length = (
-        _positive(scaling, key)
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
-    if high <= low:
-        raise _refusal(f"rotary embeddings with a high_freq_factor above {low:g}, the low one; found {high:g}")
-    return llama3_factors(_head_dim(config, family), float(base), factor, (low, high), length)
-
-
-def _positive(scaling: Mapping[str, object], key: str) -> float:
-    value = scaling.get(key)
-    if not isinstance(value, int | float) or value <= 0:
-        raise _refusal(f"rotary embeddings with a {key} above 0; found {value!r:.100}")
-    return float(value)
 
 
 def _next_step(out: str, output: Output, plan: Plan | None) -> str:  # noqa: ARG001 - see OutputLayout

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bigload.checkpoint.byte_source import scheme_of
-from bigload.checkpoint.formats.gguf_families import HEADS, Family
-from bigload.checkpoint.formats.gguf_model import family_of, joined, llama3_scaling, rule_of
+from bigload.checkpoint.formats.gguf.config import attention_factor, family_of
+from bigload.checkpoint.formats.gguf.families import HEADS, Family
+from bigload.checkpoint.formats.gguf.names import joined, rule_of
+from bigload.checkpoint.formats.gguf.rope import scaling_of
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.conversion.arithmetic.ggml_blocks import (
     DECODED_BY_PACKAGE,
@@ -58,7 +60,7 @@ class DecodeGguf:
         if packed and self.dtype is None:
             hint = "add --dtype bf16; ggml's blocks cannot be written as safetensors"
             raise OptionError.of("dtype", None, "one to write quantised weights in", hint=hint)
-        family = family_of(checkpoint.shards[0])
+        family = family_of(checkpoint.shards[0], checkpoint.tensors)
         config = checkpoint.config or {}
         kept, left = list[Operand](), list[str]()
         for name, tensors in _joined(checkpoint, family).items():
@@ -75,8 +77,8 @@ class DecodeGguf:
         if left:
             scaling = _scaling(checkpoint, left)
             if scaling:
-                found = replace(found, checkpoint=replace(checkpoint, config={**config, "rope_scaling": scaling}))
-                notes.append(f"{left[0]} is rope_scaling llama3 in config.json")
+                found = replace(found, checkpoint=replace(checkpoint, config={**config, **scaling}))
+                notes.append(f"{' and '.join(left)} became {next(iter(scaling))} in config.json")
             else:
                 text = "not written, and rope_scaling of config.json has no form of it: put that of the original there"
                 notes.append(f"{', '.join(left)}: {text}")
@@ -88,12 +90,13 @@ class DecodeGguf:
 
 
 def _scaling(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
-    """Return `rope_scaling` that stands for the tensors with these names, if it is that of Llama 3.1."""
-    tensor = checkpoint.tensors[names[0]]
-    if names != ["rope_freqs.weight"] or tensor.dtype != DTYPES["F32"] or not 0 < tensor.num_bytes <= _MAX_FACTOR_BYTES:
+    """Return `rope_scaling` that stands for the tensors with these names, if there is one."""
+    tensors = [checkpoint.tensors[name] for name in names]
+    if any(each.dtype != DTYPES["F32"] or not 0 < each.num_bytes <= _MAX_FACTOR_BYTES for each in tensors):
         return {}
-    (raw,) = read_small_tensors(checkpoint.root, [tensor]).values()
-    return llama3_scaling(struct.unpack(f"<{len(raw) // 4}f", raw), checkpoint.config or {})
+    raw = read_small_tensors(checkpoint.root, tensors)
+    factors = {name: struct.unpack(f"<{len(found) // 4}f", found) for name, found in raw.items()}
+    return scaling_of(factors, checkpoint.config or {}, attention_factor(checkpoint.shards[0]))
 
 
 def check_decoded(path: str, tensors: Iterable[TensorInfo]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import bigload
 import gguf_files
-from bigload.checkpoint.formats.gguf_model import MAX_EXPERTS
+from bigload.checkpoint.formats.gguf.names import MAX_EXPERTS
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.conversion.arithmetic.ggml_blocks import GgmlValues, TransposedExperts
 from bigload.dtypes import STORED_DTYPES

@@ -1,6 +1,6 @@
 """Tokenizer of a folder of transformers as the metadata of a GGUF file, by which llama.cpp turns text into tokens.
 
-llama.cpp has two kinds for the families that `gguf_model.py` knows. `gpt2` is BPE over bytes: tokens, merges, and the
+llama.cpp has two kinds for the families that `families.py` knows. `gpt2` is BPE over bytes: tokens, merges, and the
 name of the rule that splits text beforehand. `llama` is SentencePiece's BPE: tokens and scores, of which the highest
 is merged first. The keys are those of gguf-py's `constants.py`, the types of tokens those of its `TokenType`.
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from bigload.checkpoint.formats.gguf_writing import MetadataValue
+from bigload.checkpoint.formats.gguf.writing import MetadataValue
 from bigload.checkpoint.formats.sentencepiece_model import SentencePieces, parse_sentencepiece
 from bigload.checkpoint.index import read_beside
 from bigload.documents import MAX_CONFIG_BYTES, parse_json

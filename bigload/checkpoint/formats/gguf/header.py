@@ -343,3 +343,19 @@ def _placed(records: list[_Record], file: str, data_start: int, alignment: int, 
         rows[record.name] = record.form, file, start, stop
         expected = _aligned(record.offset + record.form.num_bytes, alignment)
     return StoredTensors(rows)
+
+
+def metadata_value(metadata: Mapping[str, str], key: str) -> object:
+    """Return a value of `Shard.metadata` that is no text."""
+    try:
+        return json.loads(metadata.get(key, "null"))
+    except ValueError:
+        return None
+
+
+def metadata_number(metadata: Mapping[str, str], key: str) -> int | float | None:
+    """Return a number or truth value of the metadata; of an array with one for each layer, the largest."""
+    value = metadata_value(metadata, key)
+    numbers = value if isinstance(value, list) else [value]
+    plain = [each for each in numbers if isinstance(each, int | float)]
+    return max(plain) if plain and len(plain) == len(numbers) else None

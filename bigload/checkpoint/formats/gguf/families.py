@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 _PARTS = ("gate", "up", "down")
+_W123 = {"gate": "w1", "up": "w3", "down": "w2"}
 _ROOT = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
     **{f"attn_{each}": f"self_attn.{each}_proj" for each in "qkv"},
@@ -78,6 +79,17 @@ class GgufRule(StrEnum):
     NEGATED_EXPONENTIAL = "-exp(x) for x"
 
 
+class Prediction(StrEnum):
+    """What llama.cpp's converter does with layers of multi-token prediction, which llama.cpp does not run."""
+
+    WRITTEN = "blocks after all others, with tensors of their own"
+    LEFT_OUT = "none of their tensors is written"
+    REFUSED = "there are none"
+
+
+LLAMA4_EXPERTS_WITHOUT_NORM = 128
+"""llama.cpp normalises queries and keys of Llama 4 unless it has so many experts, as Maverick."""
+
 HEADS: Mapping[GgufRule, str] = {GgufRule.HEADS: "num_attention_heads", GgufRule.KEY_HEADS: "num_key_value_heads"}
 """Keys of config.json with the number of heads, for the rules that turn them."""
 
@@ -91,6 +103,7 @@ class Family:
         model_type, model_class: Of config.json.
         root, block: Modules, or whole tensors, by their names in GGUF: outside of blocks, and in one.
         layers: The module of transformers that has the blocks.
+        encoder_decoder: Modules with blocks, and what is in one, by their names in GGUF, where there are two kinds.
         experts: Name of an expert's module, with places for its number and `gate`, `up` or `down`; words for these.
         keys: Keys of config.json by those of the metadata, without the architecture's name.
         fixed: Keys of the metadata that no config has, or that other keys follow from.
@@ -99,6 +112,7 @@ class Family:
         flags: Keys of config.json that are true if there is a tensor with such an ending.
         activations: What config.json may name as the activation; several names are the same for llama.cpp.
         rules: What happens to values, by module or tensor of a block in transformers.
+        prediction: What happens to layers of multi-token prediction, after all others.
         window_every: Of so many blocks, all but the last have a window, where there are any.
         adds_one: Norms are stored with 1 added.
         is_tied: The output is the input embedding where config.json does not say it.
@@ -110,6 +124,7 @@ class Family:
     root: Mapping[str, str] = field(default_factory=lambda: _ROOT)
     block: Mapping[str, str] = field(default_factory=lambda: {**_ATTENTION, **_MLP, **_NORMS})
     layers: str = "model.layers"
+    encoder_decoder: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     experts: str = "mlp.experts.{number}.{part}_proj"
     expert_parts: Mapping[str, str] = field(default_factory=lambda: {each: each for each in _PARTS})
     keys: Mapping[str, str] = field(default_factory=lambda: _SIZES)
@@ -119,9 +134,15 @@ class Family:
     flags: Mapping[str, str] = field(default_factory=lambda: _BIAS)
     activations: tuple[str, ...] = ("silu", "swish")
     rules: Mapping[str, GgufRule] = field(default_factory=dict)
+    prediction: Prediction = Prediction.REFUSED
     window_every: int = 0
     adds_one: bool = False
     is_tied: bool = False
+
+    @property
+    def stacks(self) -> Mapping[str, tuple[str, Mapping[str, str]]]:
+        """Modules of transformers with blocks, and what is in one, by their names in GGUF."""
+        return self.encoder_decoder or {"blk": (self.layers, self.block)}
 
 
 _TURNED = {"self_attn.q_proj": GgufRule.HEADS, "self_attn.k_proj": GgufRule.KEY_HEADS}
@@ -196,7 +217,76 @@ _DEEPSEEK3 = Family(
     },
     fixed=_SIGMOID,
     builtin={"rope_interleave": True},
+    prediction=Prediction.LEFT_OUT,
     rules={"self_attn.kv_b_proj": GgufRule.LATENT_HEADS},
+)
+_GLM4_MOE = Family(
+    architecture="glm4moe",
+    model_type="glm4_moe",
+    model_class="Glm4MoeForCausalLM",
+    block={
+        **_ATTENTION,
+        **_MLP,
+        **_BIASED_GATE,
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        **{f"nextn.{each}": each for each in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+        **{f"nextn.shared_head_{each}": f"shared_head.{each}" for each in ("head", "norm")},
+    },
+    keys={**_SIZES, **_MIXTURE, "nextn_predict_layers": "num_nextn_predict_layers"},
+    fixed=_SIGMOID,
+    flags=_QK_NORM,
+    prediction=Prediction.WRITTEN,
+)
+_T5_ATTENTION = {
+    **{f"attn_{each}": f"layer.0.SelfAttention.{each}" for each in "qkv"},
+    "attn_o": "layer.0.SelfAttention.o",
+    "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
+    "attn_norm": "layer.0.layer_norm",
+}
+_T5_CROSS = {
+    **{f"cross_attn_{each}": f"layer.1.EncDecAttention.{each}" for each in "qkvo"},
+    "cross_attn_norm": "layer.1.layer_norm",
+}
+
+
+def _t5_mlp(number: int) -> dict[str, str]:
+    dense = f"layer.{number}.DenseReluDense"
+    modules = {"ffn_norm": f"layer.{number}.layer_norm", "ffn_gate": f"{dense}.wi_0", "ffn_down": f"{dense}.wo"}
+    return {**modules, "ffn_up": f"{dense}.wi_1", "ffn_up.weight": f"{dense}.wi.weight"}
+
+
+_T5 = Family(
+    architecture="t5",
+    model_type="t5",
+    model_class="T5ForConditionalGeneration",
+    root={
+        "token_embd": "shared",
+        "enc.output_norm": "encoder.final_layer_norm",
+        "dec.output_norm": "decoder.final_layer_norm",
+        "output": "lm_head",
+    },
+    block={},
+    encoder_decoder={
+        "enc.blk": ("encoder.block", {**_T5_ATTENTION, **_t5_mlp(1)}),
+        "dec.blk": ("decoder.block", {**_T5_ATTENTION, **_T5_CROSS, **_t5_mlp(2)}),
+    },
+    keys={
+        "block_count": "num_layers",
+        "decoder_block_count": "num_decoder_layers",
+        "embedding_length": "d_model",
+        "feed_forward_length": "d_ff",
+        "context_length": "n_positions",
+        "attention.head_count": "num_heads",
+        "attention.key_length": "d_kv",
+        "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+        "attention.relative_buckets_count": "relative_attention_num_buckets",
+        "decoder_start_token_id": "decoder_start_token_id",
+        "vocab_size": "vocab_size",
+    },
+    builtin={"relative_attention_max_distance": 128},
+    flags={},
 )
 _GPT2_KEYS = {
     "block_count": "n_layer",
@@ -215,7 +305,7 @@ _ALL = (
         model_class="MixtralForCausalLM",
         block={**_ATTENTION, **_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
         experts="block_sparse_moe.experts.{number}.{part}",
-        expert_parts={"gate": "w1", "up": "w3", "down": "w2"},
+        expert_parts=_W123,
         keys={**_SIZES, **_LOCAL_EXPERTS},
     ),
     Family(architecture="qwen2", flags={}, model_type="qwen2", model_class="Qwen2ForCausalLM"),
@@ -262,10 +352,41 @@ _ALL = (
         keys={**_SIZES, "rope.freq_base_swa": "rope_local_base_freq"},
     ),
     Family(
+        architecture="gemma4",
+        model_type="gemma4_text",
+        model_class="Gemma4ForCausalLM",
+        root={
+            **_ROOT,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        block={
+            **_ATTENTION,
+            **_MLP,
+            **_GEMMA_NORMS,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "layer_output_scale.weight": "layer_scalar",
+        },
+        keys={
+            **{key: name for key, name in _SIZES.items() if key != "attention.key_length"},
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        },
+        builtin={"enable_moe_block": False},  # its experts were not tried
+        activations=_GELU,
+        is_tied=True,
+    ),
+    Family(
         architecture="phi3",
         model_type="phi3",
         model_class="Phi3ForCausalLM",
         block={**_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", **_FUSED_MLP},
+        keys={**_SIZES, "rope.scaling.original_context_length": "original_max_position_embeddings"},
     ),
     Family(
         architecture="gpt-oss",
@@ -417,21 +538,70 @@ _ALL = (
         fixed=_SOFTMAX,
         builtin={"topk_method": "greedy"},
     ),
+    _GLM4_MOE,
+    replace(
+        _GLM4_MOE,
+        architecture="dots1",
+        model_type="dots1",
+        model_class="Dots1ForCausalLM",
+        block={**_ATTENTION, **_MLP, **_BIASED_GATE, **_NORMS},
+        keys={**_SIZES, **_MIXTURE},
+        flags=_BIAS,
+        prediction=Prediction.REFUSED,
+    ),
     Family(
-        architecture="glm4moe",
-        model_type="glm4_moe",
-        model_class="Glm4MoeForCausalLM",
+        architecture="minimax-m2",
+        model_type="minimax_m2",
+        model_class="MiniMaxM2ForCausalLM",
         block={
             **_ATTENTION,
-            **_MLP,
-            **_BIASED_GATE,
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
+            **_NORMS,
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
         },
-        keys={**_SIZES, **_MIXTURE},
+        experts="block_sparse_moe.experts.{number}.{part}",
+        expert_parts=_W123,
+        keys={**_SIZES, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size"},
         fixed=_SIGMOID,
-        flags=_QK_NORM,
+        builtin={"scoring_func": "sigmoid"},
     ),
+    Family(
+        architecture="llama4",
+        model_type="llama4_text",
+        model_class="Llama4ForCausalLM",
+        block={
+            **_ATTENTION,
+            **_NORMS,
+            **{f"ffn_{each}": f"feed_forward.{each}_proj" for each in _PARTS},
+            **{f"ffn_{each}_shexp": f"feed_forward.shared_expert.{each}_proj" for each in _PARTS},
+            "ffn_gate_inp": "feed_forward.router",
+            "ffn_gate_exps.weight": "feed_forward.experts.gate_up_proj",
+            "ffn_up_exps.weight": "feed_forward.experts.gate_up_proj",
+            "ffn_down_exps.weight": "feed_forward.experts.down_proj",
+        },
+        keys={
+            **{key: name for key, name in _SIZES.items() if key != "attention.sliding_window"},
+            **_LOCAL_EXPERTS,
+            "feed_forward_length": "intermediate_size_mlp",
+            "expert_feed_forward_length": "intermediate_size",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        builtin={
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "no_rope_layer_interval": 4,
+        },
+        rules={
+            "feed_forward.experts.gate_up_proj": GgufRule.TRANSPOSED_PAIR,
+            "feed_forward.experts.down_proj": GgufRule.TRANSPOSED,
+        },
+        window_every=4,
+    ),
+    _T5,
+    replace(_T5, model_type="mt5", model_class="MT5ForConditionalGeneration"),
+    replace(_T5, model_type="umt5", model_class="UMT5ForConditionalGeneration"),
     replace(
         _GRANITE,
         architecture="granitemoe",
@@ -599,4 +769,4 @@ _ALL = (
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
-"""By `model_type`; several may be of one architecture, and are told apart by other keys (`gguf_model.family_of`)."""
+"""By `model_type`; several may be of one architecture, and are told apart by other keys (`config.family_of`)."""

@@ -1,4 +1,4 @@
-"""Encode headers of GGUF files; `gguf.py` describes the format and reads them."""
+"""Encode headers of GGUF files; `header.py` describes the format and reads them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
-from bigload.checkpoint.formats.gguf import DEFAULT_ALIGNMENT
+from bigload.checkpoint.formats.gguf.header import DEFAULT_ALIGNMENT
 from bigload.dtypes import GGML_DTYPES, DType
+from bigload.errors import OptionError
 
 MetadataValue = str | bytes | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
-"""Bytes are what another file stores for a value, its type included (`gguf.stored_keys`)."""
+"""Bytes are what another file stores for a value, its type included (`header.stored_keys`)."""
 
 _NUMBERS = {dtype.name: number for number, dtype in GGML_DTYPES.items()}
+
+
+def refusal(expected: str, *, hint: str | None = None) -> OptionError:
+    """Return the error for a model that has no form in GGUF, or none that llama.cpp computes by."""
+    return OptionError.of("layout", "gguf", expected, hint=hint)
 
 
 def padding(num_bytes: int) -> bytes:
@@ -61,5 +67,7 @@ def _array(values: Sequence[str] | Sequence[int] | Sequence[float]) -> bytes:
     texts = [each for each in values if isinstance(each, str)]
     if texts:
         return struct.pack("<IQ", 8, len(texts)) + b"".join(map(_text, texts))
+    if all(isinstance(each, bool) for each in values):
+        return struct.pack(f"<IQ{len(values)}?", 7, len(values), *values)
     kind, form = (6, "f") if any(isinstance(each, float) for each in values) else (5, "i")
     return struct.pack(f"<IQ{len(values)}{form}", kind, len(values), *values)

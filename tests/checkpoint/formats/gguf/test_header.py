@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 import bigload
-from bigload.checkpoint.formats import gguf
+from bigload.checkpoint.formats.gguf import header
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import GGML_DTYPES
 from bigload.errors import InvalidCheckpointError, UnsupportedFormatError
@@ -48,7 +48,7 @@ def test_names_types_shapes_places_and_metadata_are_those_of_the_file(tmp_path):
 
 
 def test_a_header_longer_than_one_read_is_read_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf, "_FIRST_READ", 16)
+    monkeypatch.setattr(header, "_FIRST_READ", 16)
     metadata = {**METADATA, "tokenizer.ggml.tokens": ["x" * (number % 50) for number in range(1000)]}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", TENSORS, metadata))
     assert list(checkpoint.tensors) == list(TENSORS)

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from bigload.checkpoint.formats.gguf_tokenizer import UnknownTokenizerError, tokenizer_metadata
+from bigload.checkpoint.formats.gguf.tokenizer import UnknownTokenizerError, tokenizer_metadata
 from bigload.checkpoint.formats.sentencepiece_model import parse_sentencepiece
 
 QWEN2 = (

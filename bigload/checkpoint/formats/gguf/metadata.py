@@ -1,0 +1,167 @@
+"""Metadata of a GGUF file, made of a model's config.json, with what llama.cpp cannot compute refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bigload.checkpoint.formats.gguf import gemma4
+from bigload.checkpoint.formats.gguf.families import LLAMA4_EXPERTS_WITHOUT_NORM, Family, GgufRule
+from bigload.checkpoint.formats.gguf.rope import head_size, local_base, rope_parameters, rotated_size, scaling_keys
+from bigload.checkpoint.formats.gguf.writing import MetadataValue, refusal
+
+_FLOATS = ("_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping", "_scale", ".scale")
+_WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
+_FLAGS = ("use_parallel_residual", "expert_weights_norm")
+
+
+def check_computation(config: Mapping[str, object], family: Family) -> None:
+    """Refuse a model that llama.cpp would compute otherwise, because GGUF has no key for what its config says."""
+    model_type = family.model_type
+    for key, expected in family.builtin.items():
+        found = config.get(key, expected)
+        if found != expected:
+            raise refusal(f"a {model_type} whose {key} is {expected!r}, as llama.cpp computes; it is {found!r:.100}")
+    for key in ("hidden_activation", "hidden_act", "activation_function"):
+        found = config.get(key)
+        if isinstance(found, str) and found not in family.activations:
+            known = " or ".join(family.activations)
+            raise refusal(f"a {model_type} whose {key} is {known}, as llama.cpp computes; it is {found!r:.100}")
+    kinds = config.get("layer_types")
+    if family.window_every and isinstance(kinds, list) and not _WINDOWS.isdisjoint(kinds):
+        for number, kind in enumerate(kinds):
+            if (kind in _WINDOWS) != (number % family.window_every < family.window_every - 1):
+                expected = f"layers with a window but every {family.window_every}th, as llama.cpp computes"
+                raise refusal(f"a {model_type} of {expected}; layer {number} is {kind!r:.100}")
+    if model_type == "llama4_text":
+        _check_llama4(config)
+    elif model_type in ("gemma2", "gemma3_text"):
+        _check_gemma(config, family)
+
+
+def _check_gemma(config: Mapping[str, object], family: Family) -> None:
+    scale = config.get("query_pre_attn_scalar")
+    is_27b = config.get("num_hidden_layers") in (46, 62)  # which llama.cpp knows by this
+    size = head_size({**config, "head_dim": None} if is_27b else config, family)
+    if isinstance(scale, int | float) and scale != size:
+        text = f"a {family.model_type} whose query_pre_attn_scalar is {size}, as llama.cpp computes; it is {scale:g}"
+        raise refusal(text)
+
+
+def _check_llama4(config: Mapping[str, object]) -> None:
+    count, step, experts = (
+        value if isinstance(value := config.get(key), int) else 0
+        for key in ("num_hidden_layers", "interleave_moe_layer_step", "num_local_experts")
+    )
+    followed: Mapping[str, object] = {
+        "use_qk_norm": experts != LLAMA4_EXPERTS_WITHOUT_NORM,
+        "moe_layers": list(range(step - 1, count, max(step, 1))),
+        "no_rope_layers": [int((number + 1) % 4 != 0) for number in range(count)],
+    }
+    for key, expected in followed.items():
+        if config.get(key, expected) != expected:
+            text = f"a llama4_text whose {key} is {expected!r:.100}, as llama.cpp computes"
+            raise refusal(f"{text}; it is {config[key]!r:.100}")
+
+
+def metadata_of(
+    name: str, config: Mapping[str, object], family: Family, file_type: int, num_predictions: int
+) -> dict[str, MetadataValue]:
+    """Return the keys that llama.cpp's converter writes for a model of this `name`, but those of its tokenizer.
+
+    `num_predictions` are written layers of multi-token prediction.
+    """
+    architecture = family.architecture
+    if family.model_type == "mistral" and "mistral" not in name.lower():
+        name = f"Mistral {name}"  # the name tells readers Mistral from Llama
+    found: dict[str, MetadataValue] = {
+        "general.architecture": architecture,
+        "general.type": "model",
+        "general.name": name,
+        "general.file_type": file_type,
+        "general.quantization_version": 2,
+    }
+    values = _values(config, num_predictions)
+    for key, known in family.keys.items():
+        value = values.get(known)
+        if isinstance(value, bool) and key in _FLAGS:
+            found[f"{architecture}.{key}"] = value
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"{architecture}.{key}"] = float(value) if key.endswith(_FLOATS) else int(value)
+    sizes = _head_sizes(config, family) if "attention.head_count" in family.keys else {}
+    found |= {f"{architecture}.{key}": value for key, value in sizes.items()}
+    found |= {f"{architecture}.{key}": value for key, value in family.fixed.items()}
+    kinds, count = config.get("layer_types"), config.get("num_key_value_heads")
+    if family.model_type == "lfm2" and isinstance(kinds, list) and isinstance(count, int):
+        found[f"{architecture}.attention.head_count_kv"] = [count if kind == "full_attention" else 0 for kind in kinds]
+        found[f"{architecture}.feed_forward_length"] = _adjusted_length(config)
+    if family.model_type == gemma4.MODEL_TYPE:
+        found |= {f"{architecture}.{key}": value for key, value in gemma4.written_keys(config).items()}
+    found |= {f"{architecture}.rope.scaling.{key}": value for key, value in scaling_keys(config).items()}
+    for key, known in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
+        value = config.get(known)
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            found[f"tokenizer.ggml.{key}_token_id"] = value
+    return found
+
+
+def _values(config: Mapping[str, object], num_predictions: int) -> dict[str, object]:
+    """Return `config` with values that versions of transformers name otherwise under one key."""
+    experts = config.get("num_experts", config.get("num_local_experts"))  # versions of transformers name it differently
+    values = {
+        **config,
+        "num_experts": experts,
+        "num_local_experts": experts,
+        "rope_theta": rope_parameters(config).get("rope_theta", config.get("rope_theta")),
+        "rope_local_base_freq": local_base(config),
+    }
+    count = config.get("num_hidden_layers")
+    if num_predictions and isinstance(count, int):
+        values |= {"num_hidden_layers": count + num_predictions, "num_nextn_predict_layers": num_predictions}
+    else:
+        values.pop("num_nextn_predict_layers", None)
+    if config.get("use_sliding_window") is False:
+        values.pop("sliding_window", None)
+    return values
+
+
+def _adjusted_length(config: Mapping[str, object]) -> int:
+    """Return the inner size of LFM2's feed-forward layers: two thirds, times a factor, rounded up."""
+    names = ("block_ff_dim", "intermediate_size", "block_ffn_dim_multiplier", "block_multiple_of")
+    stated, usual, factor, step = (value if isinstance(value := config.get(each), int | float) else 0 for each in names)
+    length = stated or usual
+    if config.get("block_auto_adjust_ff_dim", True) is not True:
+        return int(length)
+    length = int((factor or 1) * int(2 * length / 3))
+    return int(step or 1) * -(-length // int(step or 1))
+
+
+def _head_sizes(config: Mapping[str, object], family: Family) -> dict[str, int]:
+    """Return the keys that follow from several of config.json."""
+    found: dict[str, int] = {}
+    if config.get(family.keys.get("feed_forward_length", "")) is None:
+        hidden = config.get(family.keys["embedding_length"])
+        found["feed_forward_length"] = 4 * hidden if isinstance(hidden, int) else 0
+    if config.get(family.keys["context_length"]) is None:
+        found["context_length"] = 2048
+    if config.get("multi_query") is True:
+        found["attention.head_count_kv"] = 1
+    if GgufRule.LATENT_HEADS in family.rules.values():
+        sizes = [config.get(each) for each in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
+        latent, rotated, plain, value = (each if isinstance(each, int) else 0 for each in sizes)
+        return {
+            **found,
+            "attention.head_count_kv": 1,
+            "attention.key_length": latent + rotated,
+            "attention.value_length": latent,
+            "attention.key_length_mla": plain + rotated,
+            "attention.value_length_mla": value,
+            "rope.dimension_count": rotated,
+        }
+    head_dim = head_size(config, family)
+    return {
+        **found,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": rotated_size(config, family),
+    }
