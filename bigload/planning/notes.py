@@ -75,10 +75,10 @@ def _on_empty(devices: Sequence[DeviceUse], execution: Device) -> Iterator[PlanN
 
 
 def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[PlanNote]:
-    if structure.left_out:
-        names = ", ".join(structure.left_out)
+    if structure.extra_layers:
+        names = ", ".join(structure.extra_layers)
         size = format_size(structure.left_out_bytes)
-        number = counted(len(structure.left_out), "module")
+        number = counted(len(structure.extra_layers), "module")
         yield PlanNote(
             code="left-out",
             text=f"{names} ({number}, {size}) only predict further tokens and get no device; --mtp places them too",

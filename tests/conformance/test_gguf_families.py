@@ -49,7 +49,7 @@ LONGROPE = {
     "short_factor": [1.0 + each / 8 for each in range(16)],
     "long_factor": [2.0 + each for each in range(16)],
 }
-T5 = {"d_model": 128, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+T5 = {"d_model": 128, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
 GEMMA4 = {
     **LAYERS,
     "head_dim": 32,
@@ -110,7 +110,7 @@ CASES = {
     "deepseek_v3": {**LATENT, **GROUPS, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     "deepseek_v2": LATENT,
     "glm4_moe": {**ROUTED, "head_dim": 32, "use_qk_norm": True},
-    "dots1": {**ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    "dots1": {**ROUTED, "num_key_value_heads": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
     "llama4_text": {
         "num_local_experts": 4,
@@ -139,7 +139,7 @@ QUICK = {"llama", "qwen3_moe", "phi3", "deepseek_v3", "gpt_oss"}
 
 READ_BY_TRANSFORMERS = {
     *("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "starcoder2", "stablelm", "nemotron"),
-    *("bloom", "falcon", "mamba", "lfm2"),
+    *("bloom", "falcon", "mamba", "lfm2", "t5 with a gate", "umt5", "minimax_m2"),
 }
 """transformers 5.23 has tables of more, but builds another model of the file (head sizes, experts), or none."""
 
@@ -190,6 +190,8 @@ def logits(model, tokens):
 
 
 def test_llama_cpp_answers_as_transformers(case):
+    if case.model.config.is_encoder_decoder:
+        pytest.skip("the server of llama.cpp has no encoder")
     check_answer(case.file, case.model, case.tokenizer)
 
 
@@ -199,7 +201,8 @@ def check_answer(file, model, tokenizer):
     (found,), answer = llama_cpp_server.ask(file, [text], num_tokens=16)
     assert found == tokenizer.encode(text).ids
     whole = model.generate(torch.tensor([found]), max_new_tokens=16, do_sample=False, eos_token_id=None)[0].tolist()
-    assert answer == tokenizer.decode(whole[len(found) :])
+    answered = whole[len(found) :]
+    assert answer == tokenizer.decode(answered[: answered.index(2) + 1] if 2 in answered else answered)  # its end
 
 
 def test_names_are_those_of_the_package(case):
@@ -208,7 +211,7 @@ def test_names_are_those_of_the_package(case):
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[number]}
     for tensor in reader.tensors:
-        block = tensor.name.split(".")[1] if tensor.name.startswith("blk.") else ""
+        block = next((part for part in tensor.name.split(".") if part.isdecimal()), "")
         name = tensor.name.removesuffix(".weight").removesuffix(".bias")
         assert name in {each.format(bid=block) for each in known}
 
@@ -272,7 +275,7 @@ def with_prediction(folder, model_type):
     """Save a model with one layer more than it has: that of multi-token prediction. Return its tokenizer."""
     tokenizer = saved(model_type, folder)
     tensors = load_file(folder / "model.safetensors")
-    copied = {name.replace("layers.1.", "layers.2."): tensors[name] for name in tensors if "layers.1." in name}
+    copied = {name.replace("layers.1.", "layers.2."): tensors[name].clone() for name in tensors if "layers.1." in name}
     own = {"enorm": (128,), "hnorm": (128,), "eh_proj": (128, 256), "shared_head.norm": (128,)}
     own |= {"embed_tokens": (320, 128), "shared_head.head": (320, 128)}
     copied |= {f"model.layers.2.{name}.weight": torch.rand(shape) for name, shape in own.items()}

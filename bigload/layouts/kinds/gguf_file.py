@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from bigload.checkpoint.formats.gguf.families import FAMILIES, HEADS, Family, GgufRule, Prediction
+from bigload.checkpoint.formats.gguf.families import FAMILIES, HEADS, Family, GgufRule, PredictionLayers
 from bigload.checkpoint.formats.gguf.header import stored_keys
 from bigload.checkpoint.formats.gguf.metadata import check_computation, metadata_of
 from bigload.checkpoint.formats.gguf.names import gguf_names, place_of, rule_of
@@ -85,7 +85,7 @@ def lay_out(request: LayoutRequest) -> Output:
         row = ComputedTensor(name, _F32, (len(factors),), ConstantRow(factors))
         made[name] = OutputTensor(source=row, dtype=_F32), _F32, row.shape
     file_type = _file_type([dtype for _, dtype, _ in made.values()])
-    is_left_out = family.prediction is Prediction.LEFT_OUT
+    is_left_out = family.prediction is PredictionLayers.LEFT_OUT
     metadata = metadata_of(checkpoint.name, config, family, file_type, 0 if is_left_out else len(beyond))
     embedding = made.get("token_embd.weight")
     tokenizer, note = _tokenizer(checkpoint, embedding[2][0] if embedding else 0)
@@ -187,12 +187,12 @@ def _sources(request: LayoutRequest, family: Family) -> tuple[list[OutputTensor]
             continue  # llama.cpp computes these, and ties the output
         place = place_of(family, tensor.name)
         if place is not None and isinstance(count, int) and place[1] >= count and not family.encoder_decoder:
-            if family.prediction is Prediction.REFUSED:
+            if family.prediction is PredictionLayers.REFUSED:
                 text = f"a {family.model_type} of {counted(count, 'layer')}, as {family.keys['block_count']} says"
                 hint = f"--drop '{family.layers}.{place[1]}.*' leaves the layer out"
                 raise refusal(f"{text}; there is {tensor.name}", hint=hint)
             beyond.add(place[1])
-            if family.prediction is Prediction.LEFT_OUT:
+            if family.prediction is PredictionLayers.LEFT_OUT:
                 continue
         kept.append(tensor)
     return kept, beyond

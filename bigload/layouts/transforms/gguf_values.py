@@ -10,7 +10,7 @@ from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.formats.gguf.config import attention_factor, family_of
 from bigload.checkpoint.formats.gguf.families import HEADS, Family
 from bigload.checkpoint.formats.gguf.names import joined, rule_of
-from bigload.checkpoint.formats.gguf.rope import scaling_of
+from bigload.checkpoint.formats.gguf.rope import FACTOR_TENSORS, scaling_of
 from bigload.checkpoint.model import Checkpoint, TensorInfo
 from bigload.conversion.arithmetic.ggml_blocks import (
     DECODED_BY_PACKAGE,
@@ -26,9 +26,6 @@ from bigload.extras import require
 from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.layouts.transforms.packed_modules import read_small_tensors
 from bigload.units import counted
-
-_OF_LLAMA_CPP = ("rope_freqs.", "rope_factors_")
-"""Tensors that llama.cpp's converter computes from the config of a model, and transformers when it runs one."""
 
 _MAX_FACTOR_BYTES = 4096
 
@@ -65,7 +62,7 @@ class DecodeGguf:
         kept, left = list[Operand](), list[str]()
         for name, tensors in _joined(checkpoint, family).items():
             rule = rule_of(family, name) if family is not None else None
-            if family is not None and name.startswith(_OF_LLAMA_CPP):
+            if family is not None and name in FACTOR_TENSORS:
                 left.append(name)
             elif rule is None or rule in HEADS:
                 count = config.get(HEADS[rule]) if rule is not None else None

@@ -60,6 +60,11 @@ class ModelStructure:
         """Stored tensors that take no memory of their own, because they are copies of others."""
         return tuple(name for tie in self.ties for name in tie.copies)
 
+    @property
+    def extra_layers(self) -> tuple[str, ...]:
+        """Modules of `left_out` that only predict further tokens."""
+        return self.left_out[len(_computed_modules(self.checkpoint)) :]
+
     @cached_property
     def memory(self) -> MemoryModel:
         return memory_model(blocks_of(self.root), self.checkpoint.tensors, self.config)
@@ -224,7 +229,8 @@ def read_structure(
 
         adapters = tuple(adapter_bytes(each, checkpoint, ties, dtype) for each in options.lora)
     root = _tree(checkpoint, dtype, adapters)
-    left_out = () if options.keep_extra_layers else extra_layers(root, config)
+    computed = _computed_modules(checkpoint)
+    left_out = computed if options.keep_extra_layers else (*computed, *extra_layers(root, config))
     kept = without(root, left_out)
     structure = ModelStructure(
         checkpoint=checkpoint,
@@ -239,6 +245,15 @@ def read_structure(
     )
     _check_patterns(structure)
     return structure
+
+
+def _computed_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return modules of a GGUF file that hold what transformers computes from the config of a model."""
+    if checkpoint.format != "gguf":
+        return ()
+    from bigload.checkpoint.formats.gguf.rope import FACTOR_TENSORS  # few plans need it
+
+    return tuple(name.removesuffix(".weight") for name in FACTOR_TENSORS if name in checkpoint.tensors)
 
 
 def _tree(checkpoint: Checkpoint, dtype: DType | None, adapters: Sequence[AdapterBytes]) -> ModuleNode:

@@ -213,8 +213,8 @@ def _does_not_fit(made: ParallelPlan, model: DividedModel, request: ParallelRequ
 def _notes(model: DividedModel, grid: RankGrid, workload: Workload) -> Iterator[PlanNote]:
     structure = model.structure
     yield from model.divided.notes
-    if structure.left_out:
-        names = ", ".join(structure.left_out)
+    if structure.extra_layers:
+        names = ", ".join(structure.extra_layers)
         text = f"{names} only predict further tokens and are on no rank; --mtp places them too"
         yield PlanNote(code="left-out", text=text)
     if structure.experts and grid.tp > 1:

@@ -79,7 +79,7 @@ class GgufRule(StrEnum):
     NEGATED_EXPONENTIAL = "-exp(x) for x"
 
 
-class Prediction(StrEnum):
+class PredictionLayers(StrEnum):
     """What llama.cpp's converter does with layers of multi-token prediction, which llama.cpp does not run."""
 
     WRITTEN = "blocks after all others, with tensors of their own"
@@ -134,7 +134,7 @@ class Family:
     flags: Mapping[str, str] = field(default_factory=lambda: _BIAS)
     activations: tuple[str, ...] = ("silu", "swish")
     rules: Mapping[str, GgufRule] = field(default_factory=dict)
-    prediction: Prediction = Prediction.REFUSED
+    prediction: PredictionLayers = PredictionLayers.REFUSED
     window_every: int = 0
     adds_one: bool = False
     is_tied: bool = False
@@ -217,7 +217,7 @@ _DEEPSEEK3 = Family(
     },
     fixed=_SIGMOID,
     builtin={"rope_interleave": True},
-    prediction=Prediction.LEFT_OUT,
+    prediction=PredictionLayers.LEFT_OUT,
     rules={"self_attn.kv_b_proj": GgufRule.LATENT_HEADS},
 )
 _GLM4_MOE = Family(
@@ -236,7 +236,7 @@ _GLM4_MOE = Family(
     keys={**_SIZES, **_MIXTURE, "nextn_predict_layers": "num_nextn_predict_layers"},
     fixed=_SIGMOID,
     flags=_QK_NORM,
-    prediction=Prediction.WRITTEN,
+    prediction=PredictionLayers.WRITTEN,
 )
 _T5_ATTENTION = {
     **{f"attn_{each}": f"layer.0.SelfAttention.{each}" for each in "qkv"},
@@ -547,7 +547,7 @@ _ALL = (
         block={**_ATTENTION, **_MLP, **_BIASED_GATE, **_NORMS},
         keys={**_SIZES, **_MIXTURE},
         flags=_BIAS,
-        prediction=Prediction.REFUSED,
+        prediction=PredictionLayers.REFUSED,
     ),
     Family(
         architecture="minimax-m2",

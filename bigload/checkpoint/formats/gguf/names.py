@@ -43,7 +43,7 @@ def renamed(family: Family, tensors: Iterable[TensorInfo]) -> Iterator[TensorInf
             name = f"{block[module]}.{leaf}"
         is_stack = len(tensor.shape) == 3 and tensor.num_bytes and tensor.shape[0] <= MAX_EXPERTS
         if name is not None:
-            if name in shared:
+            if name in shared and stored in block:
                 name = _part_name(name, stored)
             shape = tensor.shape
             if module == "ffn_gate_inp_shexp" and len(shape) == 1:  # llama.cpp keeps it as a vector

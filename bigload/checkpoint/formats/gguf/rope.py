@@ -13,6 +13,7 @@ _LLAMA3 = "rope_freqs.weight"
 _LONGROPE = {f"rope_factors_{each}.weight": f"{each}_factor" for each in ("long", "short")}
 """Tensors of factors, and their keys in config.json."""
 
+FACTOR_TENSORS = (_LLAMA3, *_LONGROPE)
 _KEY = "original_max_position_embeddings"
 _ORIGINAL_LENGTH = "rope.scaling.original_context_length"
 
