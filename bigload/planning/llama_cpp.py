@@ -20,7 +20,7 @@ from bigload.errors import OptionError
 from bigload.planning.plan import Plan
 
 _BUFFERS = {"cuda": "CUDA{}", "xpu": "SYCL{}", "mps": "Metal"}
-_BLOCK = re.compile(r"blk\.(\d+)\.(.*)")
+_BLOCK = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.*)")
 _EMBEDDING = "token_embd.weight"
 
 
@@ -35,14 +35,14 @@ def llama_cpp_arguments(plan: Plan, checkpoint: Checkpoint) -> str:
     placed = _placed(plan, checkpoint)
     if not any(device.is_accelerator for device in placed.values()):
         return "-ngl 0"
-    blocks: dict[str, dict[str, Device]] = defaultdict(dict)
+    blocks: dict[tuple[str, str], dict[str, Device]] = defaultdict(dict)
     overrides: dict[str, list[str]] = defaultdict(list)
     for name, device in placed.items():
         found = _BLOCK.fullmatch(name)
         if found is None and name != _EMBEDDING:
             overrides[_buffer(device)].append(re.escape(name))
         elif found is not None:
-            blocks[found[1]][found[2]] = device
+            blocks[found[1], found[2]][found[3]] = device
     for buffer, numbers in _by_pattern(blocks).items():
         overrides[buffer] = [*numbers, *overrides[buffer]]
     words = ["-ngl", str(len(blocks) + 1)]
@@ -69,18 +69,18 @@ def _placed(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Device]:
     return found
 
 
-def _by_pattern(blocks: Mapping[str, Mapping[str, Device]]) -> dict[str, list[str]]:
+def _by_pattern(blocks: Mapping[tuple[str, str], Mapping[str, Device]]) -> dict[str, list[str]]:
     """Return expressions for blocks that are wholly on one device, and for parts of the others, by buffer."""
-    numbers: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for number, parts in blocks.items():
+    numbers: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for (stack, number), parts in blocks.items():
         if len(set(parts.values())) == 1:
-            numbers[_buffer(next(iter(parts.values()))), ""].append(number)
+            numbers[_buffer(next(iter(parts.values()))), stack, ""].append(number)
             continue
         for part, device in parts.items():
-            numbers[_buffer(device), re.escape(part)].append(number)
+            numbers[_buffer(device), stack, re.escape(part)].append(number)
     found: dict[str, list[str]] = defaultdict(list)
-    for (buffer, part), several in sorted(numbers.items()):
-        found[buffer].append(rf"blk\.({'|'.join(sorted(several, key=int))})\.{part}")
+    for (buffer, stack, part), several in sorted(numbers.items()):
+        found[buffer].append(rf"{re.escape(stack)}\.({'|'.join(sorted(several, key=int))})\.{part}")
     return found
 
 

@@ -19,7 +19,8 @@ from dataclasses import replace
 
 from bigload.checkpoint.formats.gguf.families import FAMILIES, HEADS, Family, GgufRule, PredictionLayers
 from bigload.checkpoint.formats.gguf.header import stored_keys
-from bigload.checkpoint.formats.gguf.metadata import check_computation, metadata_of
+from bigload.checkpoint.formats.gguf.limits import check_computation, check_sizes
+from bigload.checkpoint.formats.gguf.metadata import metadata_of
 from bigload.checkpoint.formats.gguf.names import gguf_names, place_of, rule_of
 from bigload.checkpoint.formats.gguf.rope import factor_tensors
 from bigload.checkpoint.formats.gguf.tokenizer import UnknownTokenizerError, tokenizer_metadata
@@ -87,6 +88,7 @@ def lay_out(request: LayoutRequest) -> Output:
     file_type = _file_type([dtype for _, dtype, _ in made.values()])
     is_left_out = family.prediction is PredictionLayers.LEFT_OUT
     metadata = metadata_of(checkpoint.name, config, family, file_type, 0 if is_left_out else len(beyond))
+    check_sizes(metadata, family)
     embedding = made.get("token_embd.weight")
     tokenizer, note = _tokenizer(checkpoint, embedding[2][0] if embedding else 0)
     notes = [note]

@@ -1,66 +1,16 @@
-"""Metadata of a GGUF file, made of a model's config.json, with what llama.cpp cannot compute refused."""
+"""Metadata of a GGUF file, made of a model's config.json: the inverse of `config.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from bigload.checkpoint.formats.gguf import gemma4
-from bigload.checkpoint.formats.gguf.families import LLAMA4_EXPERTS_WITHOUT_NORM, Family, GgufRule
+from bigload.checkpoint.formats.gguf.families import Family, GgufRule
 from bigload.checkpoint.formats.gguf.rope import head_size, local_base, rope_parameters, rotated_size, scaling_keys
-from bigload.checkpoint.formats.gguf.writing import MetadataValue, refusal
+from bigload.checkpoint.formats.gguf.writing import MetadataValue
 
 _FLOATS = ("_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping", "_scale", ".scale")
-_WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
 _FLAGS = ("use_parallel_residual", "expert_weights_norm")
-
-
-def check_computation(config: Mapping[str, object], family: Family) -> None:
-    """Refuse a model that llama.cpp would compute otherwise, because GGUF has no key for what its config says."""
-    model_type = family.model_type
-    for key, expected in family.builtin.items():
-        found = config.get(key, expected)
-        if found != expected:
-            raise refusal(f"a {model_type} whose {key} is {expected!r}, as llama.cpp computes; it is {found!r:.100}")
-    for key in ("hidden_activation", "hidden_act", "activation_function"):
-        found = config.get(key)
-        if isinstance(found, str) and found not in family.activations:
-            known = " or ".join(family.activations)
-            raise refusal(f"a {model_type} whose {key} is {known}, as llama.cpp computes; it is {found!r:.100}")
-    kinds = config.get("layer_types")
-    if family.window_every and isinstance(kinds, list) and not _WINDOWS.isdisjoint(kinds):
-        for number, kind in enumerate(kinds):
-            if (kind in _WINDOWS) != (number % family.window_every < family.window_every - 1):
-                expected = f"layers with a window but every {family.window_every}th, as llama.cpp computes"
-                raise refusal(f"a {model_type} of {expected}; layer {number} is {kind!r:.100}")
-    if model_type == "llama4_text":
-        _check_llama4(config)
-    elif model_type in ("gemma2", "gemma3_text"):
-        _check_gemma(config, family)
-
-
-def _check_gemma(config: Mapping[str, object], family: Family) -> None:
-    scale = config.get("query_pre_attn_scalar")
-    is_27b = config.get("num_hidden_layers") in (46, 62)  # which llama.cpp knows by this
-    size = head_size({**config, "head_dim": None} if is_27b else config, family)
-    if isinstance(scale, int | float) and scale != size:
-        text = f"a {family.model_type} whose query_pre_attn_scalar is {size}, as llama.cpp computes; it is {scale:g}"
-        raise refusal(text)
-
-
-def _check_llama4(config: Mapping[str, object]) -> None:
-    count, step, experts = (
-        value if isinstance(value := config.get(key), int) else 0
-        for key in ("num_hidden_layers", "interleave_moe_layer_step", "num_local_experts")
-    )
-    followed: Mapping[str, object] = {
-        "use_qk_norm": experts != LLAMA4_EXPERTS_WITHOUT_NORM,
-        "moe_layers": list(range(step - 1, count, max(step, 1))),
-        "no_rope_layers": [int((number + 1) % 4 != 0) for number in range(count)],
-    }
-    for key, expected in followed.items():
-        if config.get(key, expected) != expected:
-            text = f"a llama4_text whose {key} is {expected!r:.100}, as llama.cpp computes"
-            raise refusal(f"{text}; it is {config[key]!r:.100}")
 
 
 def metadata_of(
