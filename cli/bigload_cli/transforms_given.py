@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -13,16 +13,29 @@ from bigload.errors import OptionError
 if TYPE_CHECKING:
     from bigload.layouts.transforms.transform import Transform
 
-_WORDS = "bigload.words"
+_OPTIONS = "bigload.options"
 
 
 class OrderedCommand(TyperCommand):
-    """Command that remembers its words: a parser tells the values of each option, and not which option came first."""
+    """Command that remembers which options came in which order, each as often as it was given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # typer's own click
-        """Remember `args`, and parse them as every command does."""
-        ctx.meta[_WORDS] = list(args)
+        """Remember the options of `args`, and parse them as every command does."""
+        given = self.make_parser(ctx).parse_args(list(args))[2]
+        ctx.meta[_OPTIONS] = [each.opts[0] for each in given]
         return super().parse_args(ctx, args)
+
+
+def check_once(ctx: typer.Context, options: Iterable[str]) -> None:
+    """Raise if one of `options` was given several times, of which the parser keeps the last value only.
+
+    Raises:
+        OptionError: it is so.
+    """
+    for option in options:
+        count = ctx.meta[_OPTIONS].count(option)
+        if count > 1:
+            raise OptionError.of(option, f"given {count} times", "it once: it has one value")
 
 
 def transforms_given(
@@ -34,8 +47,7 @@ def transforms_given(
         OptionError: a value makes none.
     """
     left = {option: iter(given) for option, given in values.items()}
-    for word in ctx.meta[_WORDS]:
-        option = word.partition("=")[0]
+    for option in ctx.meta[_OPTIONS]:
         if option in left and (value := next(left[option], None)) is not None:
             yield made_by[option](value)
 

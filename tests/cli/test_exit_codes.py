@@ -93,6 +93,7 @@ USAGE = [
     ("bigload reshard tiny-llama out --tp 7", "does not divide among 7 ranks", "2 heads of keys and values"),
     ("bigload reshard tiny-llama out --offload-format dat", "--offload-format", "layout offload, not for shards"),
     ("bigload reshard tiny-llama out --source tiny-llama", "--source", "the source is a checkpoint itself"),
+    ("bigload reshard tiny-llama out --quantize int8 --quantize=fp8-block", "--quantize", "given 2 times"),
     ("bigload reshard tiny-llama out --dtype int9", "--dtype", "int9"),
     ("bigload reshard tiny-llama out --dtype int8", "--dtype", "floating-point"),
     ("bigload reshard tiny-llama out --dtype fp8", "--dtype", "8 bits need scales"),

@@ -120,7 +120,9 @@ class Only:
         for pattern in self.patterns:
             if not any(matches(pattern, name) for name in found.checkpoint.tensors):
                 raise OptionError.of("only", pattern, "a pattern that matches a tensor")
-        return _selected(found, "only", str(self), lambda name: any(matches(each, name) for each in self.patterns))
+        return _selected(
+            found, "only", ", ".join(self.patterns), lambda name: any(matches(each, name) for each in self.patterns)
+        )
 
     def __str__(self) -> str:
         return f"only {', '.join(self.patterns)}"

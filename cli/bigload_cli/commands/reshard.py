@@ -29,7 +29,7 @@ from bigload_cli.options import (
     size_option,
 )
 from bigload_cli.output_folders import confirm, interruptible, say_lack_of_space
-from bigload_cli.transforms_given import check_beside, metadata_given, transforms_given
+from bigload_cli.transforms_given import check_beside, check_once, metadata_given, transforms_given
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -230,6 +230,7 @@ def reshard(
     in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)
     if lora_scale and len(lora_scale) != len(lora or ()):
         raise OptionError.of("--lora-scale", len(lora_scale), "as many as there are --lora, in their order")
+    check_once(ctx, ("--layout", "--dtype", "--names", "--dequantize", "--quantize", "--base"))
     check_beside("--quantize", quantize, {"--keep-plain": keep_plain, "--quantize-also": quantize_also})
     scales = iter(lora_scale or [1.0] * len(lora or ()))
     made_by: dict[str, Callable[[str], Transform]] = {
