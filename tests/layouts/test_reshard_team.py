@@ -5,11 +5,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +18,7 @@ from bigload.layouts.writing import staging as staging_module
 from bigload.layouts.writing.journal import journal_name
 from builders import contents, make_checkpoint
 from reshard_teams import check_resumed as check_resumed_in_teams
-from reshard_teams import entries, make_impatient
+from reshard_teams import entries, finished, make_impatient, run_until_killed
 from reshard_teams import run as run_in_team
 from thread_process_groups import GoneError, outcomes
 
@@ -225,42 +221,6 @@ def test_a_source_that_changed_voids_the_work_of_all(source, tmp_path, monkeypat
 
 # The program, as torchrun starts it
 
-BIGLOAD = """
-import os, sys, time
-from bigload.layouts import rank_share
-from bigload_cli import app
-
-class SlowTally(rank_share.Tally):
-    def add(self, num_bytes, *, phase, file):
-        super().add(num_bytes, phase=phase, file=file)
-        if os.environ.get("TELL") and phase == "write":
-            with open(os.path.join(os.environ["TELL"], os.environ.get("RANK", "0")), "w") as told:
-                told.write(str(os.getpid()))
-            time.sleep(0.5)
-
-rank_share.Tally = SlowTally
-app.main()
-"""
-
-
-def launch(size, *arguments, tell=None):
-    launcher = () if size == 1 else ("-m", "torch.distributed.run", f"--nproc-per-node={size}", "--standalone")
-    root = Path(bigload.__file__).parents[1]
-    path = os.pathsep.join((str(root), str(root / "cli"), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    if tell is not None:
-        tell.mkdir()
-        environment["TELL"] = str(tell)
-    program = (sys.executable, *launcher) if size == 1 else (sys.executable, *launcher, "--no-python", sys.executable)
-    command = [*program, "-c", BIGLOAD, "reshard", *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finished(size, *arguments):
-    with launch(size, *arguments) as process:
-        output, errors = process.communicate(timeout=180)
-    return process.returncode, output, errors
-
 
 @pytest.mark.slow
 def test_under_torchrun_the_first_speaks_for_all(source, expected, tmp_path):
@@ -283,14 +243,7 @@ def test_under_torchrun_the_first_speaks_for_all(source, expected, tmp_path):
 def test_a_killed_process_ends_all_and_the_rest_is_done_later(source, expected, tmp_path, killed, number):
     out, tell = tmp_path / "place" / "out", tmp_path / "tell"
     out.parent.mkdir()
-    with launch(2, source, out, "--max-shard-size", "1500", tell=tell) as process:
-        patience = time.monotonic() + 120
-        while not (tell / str(killed)).is_file() or not (tell / str(killed)).read_text():
-            assert time.monotonic() < patience
-            time.sleep(0.01)
-        os.kill(int((tell / str(killed)).read_text()), number)
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1, errors
+    run_until_killed(2, killed, source, out, "--max-shard-size", "1500", tell=tell, number=number)
     assert not out.exists()
     for size in (3, 1):
         folder = tmp_path / str(size)

@@ -23,7 +23,9 @@ from importlib import resources
 from typing import Any
 
 from bigload.checkpoint.formats.safetensors import encode_header
-from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.conversion.arithmetic.joined_rows import JoinedRows
+from bigload.conversion.computed_tensor import ComputedTensor, Operand
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.strided_pieces import PiecedTensor, concatenated, sliced, unsqueezed
 from bigload.dtypes import DTYPES
@@ -194,14 +196,10 @@ def lay_out(request: LayoutRequest) -> Output:
     """Return the files of `tp` ranks in the form of vLLM's `sharded_state`.
 
     Raises:
-        OptionError, PartitionError: see `VllmModel.of`; or tensors are not the stored ones.
+        OptionError, PartitionError: see `VllmModel.of`; or a view of a torch file is joined with a computed tensor.
     """
     checkpoint, options = request.checkpoint, request.options
     assert options.tp is not None, "required_options"
-    if request.sources:
-        hint = "two steps: reshard with the transform first, then --layout vllm of what that wrote"
-        expected = f"tensors as they are stored, where a transform makes {next(iter(request.sources))}"
-        raise OptionError.of("layout", "vllm", expected, hint=hint)
     model = VllmModel.of(checkpoint, tp=options.tp, version=options.vllm_version)
     if not options.any_expert_size:
         model.check_expert_sizes()
@@ -210,14 +208,35 @@ def lay_out(request: LayoutRequest) -> Output:
     documents: dict[str, bytes] = {}
     for rank in range(options.tp):
         made = model.tensors(rank, order)
-        stored = Conversion(tensors=made).of(checkpoint)
+        sources = _sources(made, {**checkpoint.tensors, **request.sources})
         dtypes = {name: options.dtypes(checkpoint.tensors[tensor.sources[0]]) for name, tensor in made.items()}
-        tensors = [OutputTensor(source=stored[name], dtype=dtypes[name]) for name in made]
+        tensors = [OutputTensor(source=sources[name], dtype=dtypes[name]) for name in made]
         parts = split(tensors, options.max_shard_bytes)
         files += [OutputFile(file=_file(rank, part), tensors=aligned(group)) for part, group in enumerate(parts)]
         documents[_file(rank, len(parts))] = _file_of_ones(model.scales())
     note = f"names and forms of vLLM {options.vllm_version}, before process_weights_after_loading"
     return Output(files=tuple(files), documents=documents, notes=(note,))
+
+
+def _sources(made: Mapping[str, PiecedTensor], tensors: Mapping[str, Operand]) -> Mapping[str, Operand]:
+    """Return what each tensor of `made` is read or computed from, by name.
+
+    Raises:
+        OptionError: rows to join with computed ones are stored as a view.
+    """
+    stored = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, ComputedTensor)}
+    moved = {name: tensor for name, tensor in made.items() if stored.keys() >= {*tensor.sources}}
+    views = [name for name, tensor in stored.items() if isinstance(tensor, TensorInfo) and tensor.strides is not None]
+    joined = {source for name, tensor in made.items() if name not in moved for source in tensor.sources}
+    if view := next((name for name in views if name in joined), None):
+        hint = "two steps: reshard with the transform first, then --layout vllm of what that wrote"
+        raise OptionError.of("layout", "vllm", f"tensors that are stored row by row, and {view} is a view", hint=hint)
+    computed = {
+        name: ComputedTensor(name, tensors[tensor.sources[0]].dtype, tensor.shape, JoinedRows.of(tensor, tensors))
+        for name, tensor in made.items()
+        if name not in moved
+    }
+    return {**Conversion(tensors=moved).made_of(stored), **computed}
 
 
 def _known_family(checkpoint: Checkpoint, names: _Names, version: str) -> _Family:
@@ -357,7 +376,6 @@ def _next_step(out: str, output: Output, plan: Plan | None) -> str:  # noqa: ARG
 LAYOUT = OutputLayout(
     lay_out=lay_out,
     own_options=("tp", "vllm_version", "any_expert_size"),
-    takes_names=False,
     required_options={"tp": "the number of ranks"},
     recorded_options=("tp", "vllm_version"),
     next_step=_next_step,

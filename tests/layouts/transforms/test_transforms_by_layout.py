@@ -10,6 +10,7 @@ import bigload
 from bigload import Dequantize, Drop, MergeLora, Quantize, Rename
 from bigload.errors import BigloadError
 from builders import contents
+from reshard_teams import finished, run_until_killed
 from thread_process_groups import outcomes
 
 torch = pytest.importorskip("torch")
@@ -48,7 +49,7 @@ WAYS = {
 
 QUICK = ("ranks", "gguf", "vllm", "delta")
 REFUSED = {
-    *((transform, "vllm") for transform in TRANSFORMS if transform != "dtype"),  # but of what the first step wrote
+    *((transform, "vllm") for transform in ("quantize", "rename", "drop")),  # names that vLLM has no place for
     *(("quantize", way) for way in ("ranks", "stages", "gguf")),
     *(("names", way) for way in ("ranks", "stages", "gguf")),
     ("rename", "gguf"),
@@ -97,6 +98,7 @@ def _outcome(source, out, **options):
         assert not out.exists()
         assert not out.with_name(f"{out.name}.partial").exists()
         return type(error)
+    assert bigload.verify(out).ok
     if "base" in options:
         return {name: tensor.tolist() for name, tensor in bigload.load(out).items()}
     return {name: data for name, data in contents(out).items() if not name.endswith(".json")}
@@ -114,6 +116,8 @@ def test_a_layout_of_a_transform_is_that_of_what_it_wrote(root, tmp_path, transf
         assert isinstance(at_once, type)
     else:
         assert at_once == in_two
+        if way == "delta":
+            assert not bigload.diff(tmp_path / "once", tmp_path / "two").changed
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -145,3 +149,42 @@ def test_two_processes_write_what_one_writes(root, tmp_path, transform):
     reports = outcomes(2, lambda team: bigload.reshard(source, tmp_path / "two", team=team, **options))
     assert [getattr(report, "out", report) for report in reports] == [tmp_path / "two"] * 2
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+ASKED = {
+    "lora": ("--lora", "{}/adapter"),
+    "quantize": ("--quantize", "int8"),
+    "dequantize": ("--dequantize", "bf16"),
+    "rename": ("--rename", "s/self_attn/attention/"),
+    "names": ("--names", "transformers"),
+    "dtype": ("--dtype", "fp16"),
+}
+"""`TRANSFORMS` on the command line."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transform", "way"),
+    [
+        ("quantize", "shards"),
+        ("names", "shards"),
+        ("lora", "vllm"),
+        ("dequantize", "ranks"),
+        ("rename", "dcp"),
+        ("dtype", "offload"),
+    ],
+)
+def test_processes_of_torchrun_of_which_one_is_killed_write_what_one_does(root, tmp_path, monkeypatch, transform, way):
+    monkeypatch.chdir(root)
+    options = {**WAYS[way], **TRANSFORMS[transform](root)}
+    source, out = SOURCES.get(transform, "plain"), tmp_path / "place" / "out"
+    bigload.reshard(source, tmp_path / "one", **options)
+    words = [word for name, value in WAYS[way].items() for word in (f"--{name.replace('_', '-')}", value)]
+    asked = [source, out, *words, *(word.format(root) for word in ASKED[transform])]
+    asked = ["--max-shard-size" if word == "--max-shard-bytes" else word for word in asked]
+    out.parent.mkdir()
+    run_until_killed(2, 1, *asked, tell=tmp_path / "tell")
+    assert not out.exists()
+    code, _, errors = finished(2, *asked, "--resume")
+    assert code == 0, errors
+    assert contents(out) == contents(tmp_path / "one")
