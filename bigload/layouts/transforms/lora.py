@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bigload.checkpoint.adapter import Adapter, fit_of, matrices_of, open_adapter, weight_of
 from bigload.checkpoint.model import TensorInfo, name_of
+from bigload.checkpoint.quantisation import quantisation_of
 from bigload.conversion.arithmetic.low_rank import LowRankSum, ScaledSum, StackedLowRankSum
 from bigload.conversion.arithmetic.unchanged import Unchanged
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, Operation, shape_of
@@ -58,9 +59,9 @@ class MergeLora:
         merge = _Merge(str(self), adapter, found, self.scale)
         made = merge.tensors()
         if merge.problems:
-            raise adapter.does_not_fit(
-                found.checkpoint.name, merge.problems, hint="merge it into {base}; nothing was written"
-            )
+            is_plain = quantisation_of(found.checkpoint) is None
+            hint = "merge it into {base}" if is_plain else "make plain weights first: --dequantize bf16 --lora ..."
+            raise adapter.does_not_fit(found.checkpoint.name, merge.problems, hint=f"{hint}; nothing was written")
         note = f"{self}: {len(made)} of {counted(len(found.tensors), 'tensor')} changed"
         result = found.with_tensors({**found.tensors, **made}.values(), notes=[note])
         return _untied(result) if merge.unties else result

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import bigload
-from bigload import AdapterError, MergeLora, OptionError
+from bigload import AdapterError, CheckpointError, MergeLora, OptionError
 
 torch = pytest.importorskip("torch")
 safe = pytest.importorskip("safetensors.torch")
@@ -176,6 +176,25 @@ def test_kinds_that_cannot_be_merged_are_refused(base, tmp_path, config, message
 def test_scales_that_are_not_finite_are_refused(tmp_path, scale):
     with pytest.raises(OptionError, match=f"lora_scale is {scale}; expected a finite number"):
         MergeLora(tmp_path, scale)
+
+
+def test_matrices_that_are_not_finite_are_found_before_the_first_write(base, tmp_path):
+    matrices = _matrices("model.q_proj")
+    matrices["model.q_proj.lora_B.weight"][7, 2] = float("nan")
+    with pytest.raises(CheckpointError, match=r"a number in base_model.model.model.q_proj.lora_B.weight is not finite"):
+        bigload.reshard(base, tmp_path / "out", transforms=[MergeLora(_adapter(tmp_path / "a", matrices))])
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_quantised_base_is_to_be_made_plain_first(base, tmp_path):
+    bigload.reshard(base, tmp_path / "int4", transforms=[bigload.Quantize("int4-g32", keep_plain=["*experts*"])])
+    with pytest.raises(AdapterError) as raised:
+        bigload.reshard(
+            tmp_path / "int4",
+            tmp_path / "out",
+            transforms=[MergeLora(_adapter(tmp_path / "a", _matrices("model.q_proj")))],
+        )
+    assert "--dequantize bf16 --lora" in raised.value.hint
 
 
 def test_what_is_no_adapter_is_refused(base, tmp_path):
