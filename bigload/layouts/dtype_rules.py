@@ -72,6 +72,8 @@ class DTypeRule:
     def kept_of(self, tensors: Iterable[TensorInfo]) -> Mapping[Kept, tuple[str, ...]]:
         """Return the names of those of `tensors` that are kept, by reason; reasons without any are left out."""
         found: dict[Kept, list[str]] = {}
+        if self.dtype is None:
+            return {}
         for tensor in tensors:
             reason = self.kept(tensor)
             if reason is not None:
@@ -84,6 +86,8 @@ class DTypeRule:
         Raises:
             OptionError: a pattern matches no plain floating-point tensor of `tensors`.
         """
+        if not self.keep_fp32:
+            return
         names = [tensor.name for tensor in tensors if as_dtype(tensor, _FLOAT32).dtype == _FLOAT32]
         for pattern in self.keep_fp32:
             if not any(matches(pattern, name) for name in names):

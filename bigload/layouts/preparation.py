@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
@@ -16,7 +17,7 @@ from bigload.checkpoint.formats.registry import GGUF, check_data_is_read
 from bigload.checkpoint.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.checkpoint.model import Checkpoint, TensorInfo, forms_of
 from bigload.checkpoint.pipeline import refuse_pipeline
-from bigload.conversion.computed_tensor import ComputedTensor, Operand
+from bigload.conversion.computed_tensor import ComputedTensor, Operand, stored_in
 from bigload.errors import NotEnoughSpaceError, OptionError, OutputExistsError, WriteError
 from bigload.extras import require
 from bigload.layouts.deltas import as_delta, left_to_base
@@ -40,6 +41,7 @@ from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import RESUME, check_output, replaced_folder, staging_folder
 from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.loading.checks import warn_of_whole_files
+from bigload.loading.slices import Slice
 from bigload.machine.cache_folder import cache_folder
 from bigload.planning.model_parallel.parallel_plan import ParallelPlan
 from bigload.planning.plan import Plan
@@ -214,7 +216,7 @@ def _config_document(
 
 def _files_read(checkpoint: Checkpoint, output: Output) -> list[str]:
     """Return the shards, and other files that something is computed from."""
-    used = (span.file for file in output.files for tensor in file.tensors for span in tensor.spans)
+    used = (stored.span.file for source in output.sources for stored in stored_in(source))
     return list(dict.fromkeys([*(shard.file for shard in checkpoint.shards), *used]))
 
 
@@ -244,7 +246,8 @@ def prepare_output(
         sources.check_available()
         identities = sources.identities()  # before reading, so that a later change is noticed
         check_scales(sources, output)
-        ranges = {file.file: data_ranges(file, sources.extents, block_bytes=BLOCK_BYTES) for file in output.files}
+        extents = cache(sources.extents)  # ranks have parts of the same tensors
+        ranges = {file.file: data_ranges(file, extents, block_bytes=BLOCK_BYTES) for file in output.files}
     output_digest = _output_digest(output)
     recipe = _recipe(output_digest, identities)
     sizes = _sizes(output, ranges, side_files)
@@ -291,12 +294,12 @@ def add_room(error: WriteError, prepared: PreparedReshard) -> None:
 
 
 def _check_torch(output: Output) -> None:
-    tensors = [tensor for file in output.files for tensor in file.tensors]
-    if any(tensor.is_cast for tensor in tensors):
+    written = (tensor for file in output.files for tensor in file.tensors)
+    if any(tensor.dtype is not tensor.source.dtype and tensor.is_cast for tensor in written):
         require("torch", asked_by="a cast to another dtype", extra="torch")
-    if any(tensor.is_view for tensor in tensors):
+    if any(isinstance(source, TensorInfo) and source.strides is not None for source in output.sources):
         require("torch", asked_by="a tensor that is stored as a view", extra="torch")
-    if any(tensor.is_computed for tensor in tensors):
+    if any(isinstance(source, ComputedTensor) for source in output.sources):
         require("torch", asked_by="a tensor that is computed from others", extra="torch")
 
 
@@ -311,13 +314,16 @@ def _recipe(output_digest: str, identities: Mapping[str, SourceIdentity]) -> str
 
 def _output_digest(output: Output) -> str:
     digest = hashlib.sha256()
+    places = {id(source): json.dumps(_place_of(source))[1:-1] for source in output.sources}
+    parts: dict[tuple[Slice, ...], str] = {}
     for file in output.files:
-        tensors = [
-            [*_place_of(tensor.source), tensor.dtype.name, [(part.dim, part.start, part.stop) for part in tensor.parts]]
-            for tensor in file.tensors
-        ]
-        facts = [file.file, file.num_bytes, file.header_sha256, tensors]
-        digest.update(json.dumps(facts).encode() + b"".join(file.gaps))
+        texts = []
+        for source, dtype, cuts, *_ in file.tensors:
+            if cuts not in parts:
+                parts[cuts] = json.dumps([(part.dim, part.start, part.stop) for part in cuts])
+            texts.append(f'[{places[id(source)]}, "{dtype.name}", {parts[cuts]}]')
+        facts = json.dumps([file.file, file.num_bytes, file.header_sha256])
+        digest.update(f"{facts[:-1]}, [{', '.join(texts)}]]".encode() + b"".join(file.gaps))
     for name, content in output.documents.items():
         digest.update(name.encode() + b"\0" + content)
     return digest.hexdigest()

@@ -18,10 +18,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
+from bigload.checkpoint.formats.registry import SAFETENSORS
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.documents import DocumentError, check_schema, parse_json, read_file
@@ -74,19 +74,25 @@ def lay_out(request: LayoutRequest) -> Output:
     tensors = request.in_execution_order()
     by_stage = [tensors] if stages is None else [_of_stage(tensors, modules) for modules in stages]
     for stage, held in enumerate(by_stage):
+        columns = _parts(held, divided)
         # The first rank has the largest pieces (torch.chunk), so what fits into its files fits into those of all.
-        groups = split([_part(tensor, divided, 0) for tensor in held], options.max_shard_bytes)
+        groups = split(columns[0], options.max_shard_bytes)
+        edges = [*accumulate(map(len, groups), initial=0)]
         by_rank = [
             one_or_numbered(
-                [[_part(tensor, divided, rank) for tensor in group] for group in groups],
+                [column[start:stop] for start, stop in pairwise(edges)],
                 folder=rank_folder(stage * options.tp + rank),
                 base=base,
             )
-            for rank in range(options.tp)
+            for rank, column in enumerate(columns)
         ]
+        indexes: dict[int, bytes] = {}  # equal for ranks with as many bytes: names and files are the same
         for rank, of_rank in enumerate(by_rank, start=stage * options.tp):
             if len(of_rank) > 1:
-                documents |= index_of(of_rank, rank_folder(rank), base=base)
+                size = sum([file.num_bytes - file.header_bytes for file in of_rank])
+                if size not in indexes:
+                    (indexes[size],) = index_of(of_rank, rank_folder(rank), base=base).values()
+                documents[f"{rank_folder(rank)}/{base}{SAFETENSORS.index_suffix}"] = indexes[size]
         files += [file for same_number in zip(*by_rank, strict=True) for file in same_number]
     documents[RANKS_FILE] = _document(divided, by_stage)
     return Output(files=tuple(files), documents=documents, notes=tuple(note.text for note in divided.notes))
@@ -109,14 +115,24 @@ def _of_stage(tensors: Iterable[OutputTensor], modules: Sequence[str]) -> list[O
     return [tensor for tensor in tensors if key_above(tensor.name, names) is not None]
 
 
-def _part(tensor: OutputTensor, divided: Partition, rank: int) -> OutputTensor:
-    return OutputTensor(source=tensor.source, dtype=tensor.dtype, parts=_slices(divided.divisions[tensor.name], rank))
+def _parts(tensors: Iterable[OutputTensor], divided: Partition) -> list[list[OutputTensor]]:
+    """Return what each rank has of each tensor. Few differ in shape and division, so few are worked out."""
+    columns: list[list[OutputTensor]] = [[] for _ in range(divided.tp)]
+    known: dict[tuple[int, str, tuple[int, ...]], list[OutputTensor]] = {}
+    for whole in tensors:
+        division = divided.divisions[whole.name]
+        key = id(division), whole.dtype.name, whole.shape
+        if key not in known:
+            known[key] = [whole if division.dim is None else _cut(whole, division, rank) for rank in range(divided.tp)]
+        for column, example in zip(columns, known[key], strict=True):
+            column.append(example.of(whole.source))
+    return columns
 
 
-@cache
-def _slices(division: Division, rank: int) -> tuple[Slice, ...]:
-    dim = division.dim
-    return () if dim is None else tuple(Slice(dim, start, stop) for start, stop in division.ranges[rank])
+def _cut(tensor: OutputTensor, division: Division, rank: int) -> OutputTensor:
+    assert division.dim is not None
+    parts = tuple(Slice(division.dim, start, stop) for start, stop in division.ranges[rank])
+    return OutputTensor(source=tensor.source, dtype=tensor.dtype, parts=parts)
 
 
 def _document(divided: Partition, by_stage: Sequence[Sequence[OutputTensor]]) -> bytes:

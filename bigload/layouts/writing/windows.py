@@ -156,12 +156,14 @@ def _data_of(tensor: OutputTensor, extents: Extents) -> Iterable[tuple[int, int]
         return ()
     if isinstance(source, ComputedTensor):  # zeros may become anything
         return ((0, num_bytes),)
-    spans = tensor.spans
-    found = [found for span in spans for found in extents(span)]
+    if isinstance(source, TensorInfo):
+        found, whole = list(extents(source.span)), [source.span[1:]]
+    else:
+        found = [found for span in tensor.spans for found in extents(span)]
+        whole = [(span.start, span.stop) for span in tensor.spans]
     keeps_holes = not (tensor.is_cast and _NEVER_ZERO in (source.dtype.name, tensor.dtype.name))
     if not found and keeps_holes:
         return ()
-    whole = [(span.start, span.stop) for span in spans]
     if not keeps_holes:
         found = whole
     if found == whole or isinstance(source, AssembledTensor) or len(tensor.parts) > 1 or source.strides is not None:
