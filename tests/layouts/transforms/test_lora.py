@@ -187,7 +187,7 @@ def test_matrices_that_are_not_finite_are_found_before_the_first_write(base, tmp
 
 
 def test_a_quantised_base_is_to_be_made_plain_first(base, tmp_path):
-    bigload.reshard(base, tmp_path / "int4", transforms=[bigload.Quantize("int4-g32", keep_plain=["*experts*"])])
+    bigload.reshard(base, tmp_path / "int4", transforms=[bigload.Quantize("int4-g32", ["*experts*"], ["q_proj"])])
     with pytest.raises(AdapterError) as raised:
         bigload.reshard(
             tmp_path / "int4",
