@@ -51,6 +51,20 @@ class OperandRows(NamedTuple):
         return (self.stop - self.start) * self.row_bytes
 
 
+Operands = Sequence["torch.Tensor"]
+
+
+class Scratch(Protocol):
+    """Memory of one thread for the tensors of an operation: fresh memory costs more than most operations on it."""
+
+    def __call__(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor of any content; the next call with this `use` gets the same memory.
+
+        "result" is for what the operation returns: where possible, it is the memory that this is wanted in.
+        """
+        ...
+
+
 class Operation(Protocol):
     """What computes the rows of a tensor, as a value: equal ones compute equal rows, and `repr` tells them apart.
 
@@ -70,13 +84,13 @@ class Operation(Protocol):
         """Return what is needed for rows `start` to `stop`."""
         ...
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return rows `start` to `stop`, of shape [rows, columns], from the operands that `rows_for` named.
 
         Those have the shape [rows, columns] and the dtype of their tensor; [rows, bytes of a row] and uint8 where torch
         has no such dtype; and their tensor's own shape where it has strides. The result may have another dtype than
         the tensor's: it is cast once, when it is written, and an operand that is computed comes as it was computed.
-        Several threads call this at once.
+        It may lie in `scratch`, as long as the next call with that. Several threads call this at once.
         """
         ...
 

@@ -20,7 +20,7 @@ def test_blocks_of_any_bytes_are_decoded_as_the_package_does(name):
     with numpy.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name]))
     stored = TensorInfo("a", dtype, tuple(expected.shape), Span("a", 0, rows.size))
-    found = GgmlValues(stored).compute(0, 64, [torch.from_numpy(rows)])
+    found = GgmlValues(stored).compute(0, 64, [torch.from_numpy(rows)], None)
     assert found.shape == expected.shape
     is_nan = found.isnan() & expected.isnan()
     assert bool((is_nan | (found.view(torch.int32) == expected.view(torch.int32))).all())

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.conversion.computed_tensor import Operand, OperandRows
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch
 from bigload.dtypes import DType
 from bigload.errors import CheckpointError
 
@@ -98,7 +98,7 @@ class FourBitWeights:
             rows += [OperandRows(each, 0, each.num_elements, is_recent=True) for each in several]
         return rows
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the weights.
 
         Raises:

@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bigload.conversion.computed_tensor import ComputedTensor, Operand, OperandRows, num_rows, shape_of
+from bigload.conversion.computed_tensor import (
+    ComputedTensor,
+    Operand,
+    OperandRows,
+    Operands,
+    Scratch,
+    num_rows,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +57,7 @@ class GgmlValues:
         """Return the same rows."""
         return (OperandRows(self.tensor, start, stop),)
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return their values, in transformers' order."""
         (rows,) = operands
         decode = DECODERS.get(self.tensor.dtype.name)
@@ -95,7 +103,7 @@ class TransposedExperts:
             for each in self.tensors
         ]
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return their values."""
         import torch
 
@@ -135,7 +143,7 @@ class InterleavedRows:
         """Return the same rows of each."""
         return [OperandRows(each, start, stop) for each in self.tensors]
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the rows."""
         import torch
 
@@ -161,7 +169,7 @@ class EverySecond:
         step = 2 if self.is_of_rows else 1
         return [OperandRows(self.tensor, step * start, step * stop)]
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the rows."""
         (rows,) = operands
         return rows[self.part :: 2] if self.is_of_rows else rows[:, self.part :: 2]
@@ -188,7 +196,7 @@ class Mxfp4Rows:
         count = self.scales.shape[-1]
         return OperandRows(self.blocks, start * count, stop * count), OperandRows(self.scales, start, stop)
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the rows as bytes."""
         import torch
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bigload.conversion.arithmetic.unchanged import Unchanged
-from bigload.conversion.computed_tensor import Operand, OperandRows, num_rows, shape_of
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch, num_rows, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class GgmlRows:
             for each in range(first, last)
         ]
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return their values, or their blocks."""
         import torch
 
@@ -84,7 +84,7 @@ class ConstantRow:
         """Return nothing: it is computed from no tensor."""
         return ()
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the numbers as float32."""
         import torch
 
@@ -128,7 +128,7 @@ class ReorderedRows:
             found.append(rows)
         return found
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the rows."""
         import torch
 
@@ -142,7 +142,7 @@ class NegatedExponential(Unchanged):
 
     is_inverse: bool = False
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return their values in float32."""
         values = operands[0].float()
         return values.neg().log() if self.is_inverse else values.exp().neg()

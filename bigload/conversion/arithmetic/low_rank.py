@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from bigload.conversion.computed_tensor import Operand, OperandRows, num_rows, shape_of
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch, num_rows, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class LowRankSum:
             *(OperandRows(each, start, stop) for each in weights),
         )
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the sum, and with DoRA each output of it at its magnitude."""
         import torch
 
@@ -116,7 +116,7 @@ class StackedLowRankSum:
         small = (OperandRows.all_of(each, is_recent=True) for each in (self.down, self.up))
         return OperandRows(self.base, start, stop), *small
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the sum, expert by expert."""
         base, down, up = (each.float() for each in operands)
         experts, rows, _ = shape_of(self.base)
@@ -152,7 +152,7 @@ class ScaledSum:
         """Return the same rows of both."""
         return tuple(OperandRows(each, start, stop) for each in self.operands)
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the sum."""
         base, other = (each.float() for each in operands)
         return base + other * self.scale

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bigload.conversion.computed_tensor import Operand, OperandRows, shape_of
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch, shape_of
 from bigload.errors import CheckpointError
 from bigload.units import MIB
 
@@ -58,7 +58,7 @@ class Rounding:
         """Return how many scales a matrix has, along its rows and its columns."""
         return rows // self.block[0], columns // (self.block[1] or columns)
 
-    def scales(self, values: torch.Tensor, name: str) -> torch.Tensor:
+    def scales(self, values: torch.Tensor, name: str, scratch: Scratch) -> torch.Tensor:
         """Return the scales of whole blocks of `values`, as they are stored.
 
         Raises:
@@ -66,14 +66,14 @@ class Rounding:
         """
         import torch
 
-        largest = self._largest(values, name)
+        largest = self._largest(values, name, scratch)
         if self.is_by_block:
             return 1.0 / _factors(largest)
         half = _LARGEST_FP8 if self.is_float else ((1 << self.bits) - 1) / 2
         scales = largest / torch.tensor(half, dtype=largest.dtype)
         return torch.where(scales == 0, torch.tensor(torch.finfo(scales.dtype).eps, dtype=scales.dtype), scales)
 
-    def codes(self, values: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def codes(self, values: torch.Tensor, name: str, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers of whole blocks of `values`, [rows, columns], or [rows, words], and their scales.
 
         Raises:
@@ -82,9 +82,8 @@ class Rounding:
         import torch
 
         if self.is_by_block:
-            codes, factors = self._codes_by_block(values, name)
-            return codes, 1.0 / factors
-        scales = self.scales(values, name)
+            return self._codes_by_block(values, name, scratch)
+        scales = self.scales(values, name, scratch)
         scaled = values.view(*scales.shape, -1) / scales.unsqueeze(-1)
         if self.is_float:
             return scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(values.shape), scales
@@ -94,33 +93,38 @@ class Rounding:
         numbers = rounded.clamp_(-edge, edge - 1).to(torch.int8).view(values.shape)
         return _packed(numbers.add_(edge) if self.bits < 8 else numbers.bitwise_xor_(-128), self.bits), scales
 
-    def _codes_by_block(self, values: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _codes_by_block(self, values: torch.Tensor, name: str, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
         rows, columns = self.block
-        step = max(_TILE_ELEMENTS // rows // columns, 1) * columns
-        by_row, all_factors = [], []
-        for row in range(0, len(values), rows):
-            tiles = []
-            for tile in torch.split(values[row : row + rows], step, dim=1):
-                factors = _factors(self._largest(tile.contiguous(), name))
-                scaled = tile.float().view(rows, -1, columns).mul_(factors.view(-1, 1))
-                if not bool(factors.isfinite().all()):  # others exceed the largest by less than is rounded away
-                    scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8)
-                tiles.append(scaled.to(torch.float8_e4m3fn).view(tile.shape))
-                all_factors.append(factors.flatten())
-            by_row.append(tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1))
-        codes = by_row[0] if len(by_row) == 1 else torch.cat(by_row)
-        return codes, torch.cat(all_factors).view(self.grid(*values.shape))
+        factors = _factors(self._largest(values, name, scratch))
+        is_bounded = bool(factors.isfinite().all())  # others exceed the largest by less than is rounded away
+        codes = scratch("result", tuple(values.shape), torch.float8_e4m3fn)
+        height = max(_TILE_ELEMENTS // values.shape[1] // rows, 1)
+        width = max(_TILE_ELEMENTS // rows // columns, 1)
+        for row in range(0, len(factors), height):
+            for column in range(0, factors.shape[1], width):
+                factor = factors[row : row + height, column : column + width]
+                at = (
+                    slice(row * rows, (row + height) * rows),
+                    slice(column * columns, (column + width) * columns),
+                )
+                shape = len(factor) * rows, factor.shape[1] * columns
+                scaled = scratch("scaled", shape, torch.float32).copy_(values[at])
+                scaled.view(len(factor), rows, -1, columns).mul_(factor[:, None, :, None])
+                codes[at] = scaled if is_bounded else scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8)
+        return codes, 1.0 / factors
 
-    def _largest(self, values: torch.Tensor, name: str) -> torch.Tensor:
+    def _largest(self, values: torch.Tensor, name: str, scratch: Scratch) -> torch.Tensor:
         """Return the largest absolute value of each block, [rows, columns] of the grid."""
         import torch
 
         rows, columns = self.grid(*values.shape)
         bits, mask = _BITS[values.itemsize]
+        integers = getattr(torch, bits)
         # Without their signs, floats have the order of their bits, those that are not finite last.
-        blocks = values.view(getattr(torch, bits)).bitwise_and(mask).view(rows, self.block[0], columns, -1)
+        sizes = scratch("sizes", tuple(values.shape), integers)
+        blocks = torch.bitwise_and(values.view(integers), mask, out=sizes).view(rows, self.block[0], columns, -1)
         largest = (blocks.amax(1) if self.is_by_block else blocks[:, 0]).amax(2).view(values.dtype)
         if not bool(largest.isfinite().all()):
             hint = "download the checkpoint again, or keep this weight plain: --keep-plain"
@@ -203,13 +207,13 @@ class RoundedWeights:
         """Return the same rows."""
         return (OperandRows(self.source, start, stop),)
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the numbers.
 
         Raises:
             CheckpointError: a value is not finite.
         """
-        codes, scales = self.rounding.codes(_stored_form(self.source, operands[0]), self.source.name)
+        codes, scales = self.rounding.codes(_stored_form(self.source, operands[0]), self.source.name, scratch)
         num_rows = self.rounding.grid(*shape_of(self.source))[0]
         self.scales.put(self.source.name, start // self.row_multiple, scales, num_rows)
         return codes
@@ -238,13 +242,13 @@ class ScalesOfWeights:
         """Return rows that were computed with the numbers."""
         return self.scales.take(self.source.name, start, stop)
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the scales.
 
         Raises:
             CheckpointError: a value is not finite.
         """
-        return self.rounding.scales(_stored_form(self.source, operands[0]), self.source.name)
+        return self.rounding.scales(_stored_form(self.source, operands[0]), self.source.name, scratch)
 
 
 @dataclass(frozen=True)
@@ -259,7 +263,7 @@ class ShapeOfWeights:
         """Return nothing: it is known beforehand."""
         return ()
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the numbers."""
         import torch
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.conversion.computed_tensor import Operand, OperandRows
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch
 from bigload.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ScaledWeights:
             rows.append(OperandRows(self.zero_point, first // each, -(-last // each)))
         return rows
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the weights.
 
         Raises:

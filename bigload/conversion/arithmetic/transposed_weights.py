@@ -18,7 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.conversion.computed_tensor import Operand, OperandRows, num_rows
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch, num_rows
 from bigload.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class PackedIntegers:
         """Return all rows of all operands."""
         return [OperandRows(each, 0, num_rows(each), is_recent=True) for each in self.operands]
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the weights.
 
         Raises:
@@ -129,7 +129,7 @@ class TransposedMxfp4:
             for each, count in ((self.blocks, outputs * groups), (self.scales, outputs))
         ]
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the weights.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bigload.conversion.computed_tensor import Operand, OperandRows
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,6 @@ class Unchanged:
         """Return the same rows."""
         return (OperandRows(self.tensor, start, stop),)
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return them."""
         return operands[0]

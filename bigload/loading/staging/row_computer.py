@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -20,17 +22,14 @@ from bigload.machine.libc import keep_freed_memory
 from bigload.machine.thread_pool import usable_cores
 from bigload.units import MIB
 
-STEP_ELEMENTS = 512 * 1024
-"""What is computed at a time: few enough to stay in a core's cache, many enough to hide the cost of a call."""
+STEP_ELEMENTS = 1024 * 1024
+"""What is computed at a time: many enough that threads rarely wait for the interpreter, a few MiB of scratch memory."""
 
 _STEP_BYTES = 4 * STEP_ELEMENTS
 """Most of operands that are read at a time: a row of scales takes many rows of a weight."""
 
 _RECENT_BYTES = 64 * MIB
 """Operands used last that stay in memory; a single one may be larger."""
-
-_FREED_BYTES = 8 * MIB
-"""Memory of the tensors of a step, which those of the next use again."""
 
 Held = dict[OperandRows, torch.Tensor]
 
@@ -40,6 +39,15 @@ class _Memory(NamedTuple):
 
     blocks: Blocks
     held: Held
+
+    def scratch(
+        self, operation: str, target: torch.Tensor | None, use: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a tensor that `operation` computes with; its result may have its place in `target` (`Scratch`)."""
+        if use == "result" and target is not None and target.dtype == dtype and target.numel() == prod(shape):
+            return target.view(shape)
+        num_bytes = prod(shape) * dtype.itemsize
+        return block_of(self.blocks, f"{operation} {use}", num_bytes)[1][:num_bytes].view(dtype).view(shape)
 
 
 Fill = Callable[[memoryview, TensorInfo | AssembledTensor, int, int], None]
@@ -55,7 +63,7 @@ class RowComputer:
     """
 
     def __init__(self, fill: Fill) -> None:
-        keep_freed_memory(_FREED_BYTES)
+        keep_freed_memory(8 * MIB)
         self._fill = fill
         self._lock = threading.Lock()
         self._recent: Held = {}  # the one used last is the last
@@ -82,16 +90,27 @@ class RowComputer:
             memory_of_call = _Memory(blocks, {})
             for row, low, high in source_rows(tensor.shape, parts, first // columns, -(-last // columns)):
                 for begin, end in _steps(low, high, step, tensor.operation.row_multiple):
-                    values = self._rows(tensor, begin, end, memory_of_call, "operand")
+                    at = (row + begin - low) * columns  # of the first of these values in what is written
+                    skipped = max(first - at, 0)
+                    written = target[at + skipped - first : min(at + (end - begin) * columns, last) - first]
+                    values = self._rows(tensor, begin, end, memory_of_call, "operand", target=written)
                     if cuts:
                         values = torch.cat([values[:, start:stop] for start, stop in cuts], dim=1)
-                    at = (row + begin - low) * columns  # of the first of these values in what is written
-                    flat = values.reshape(-1)[max(first - at, 0) : last - at]
-                    at = max(at, first) - first
-                    beyond += cast_into(flat, target[at : at + flat.numel()], blocks, counts=True)
+                    flat = values.reshape(-1)[skipped : skipped + written.numel()]
+                    if flat.data_ptr() != written.data_ptr():
+                        beyond += cast_into(flat, written, blocks, counts=True)
         return beyond
 
-    def _rows(self, source: ComputedTensor, start: int, stop: int, memory: _Memory, use: str) -> torch.Tensor:
+    def _rows(
+        self,
+        source: ComputedTensor,
+        start: int,
+        stop: int,
+        memory: _Memory,
+        use: str,
+        *,
+        target: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         operation = source.operation
         first, last = source.whole_rows(start, stop)
         if isinstance(operation, ScalesOfWeights) and (known := operation.known(first, last)) is not None:
@@ -102,7 +121,8 @@ class RowComputer:
             else self._operand(rows, memory, f"{use} {number}")
             for number, rows in enumerate(operation.rows_for(first, last))
         ]
-        return operation.compute(first, last, operands)[start - first : stop - first]
+        scratch = partial(memory.scratch, use, target if (first, last) == (start, stop) else None)
+        return operation.compute(first, last, operands, scratch)[start - first : stop - first]
 
     def _recent_operand(self, rows: OperandRows, held: Held) -> torch.Tensor:
         # Held, so that no operand is read twice for a call, whatever other threads use meanwhile.
@@ -125,12 +145,7 @@ class RowComputer:
         """Return rows of an operand in memory that the next operand of this `use` gets again."""
         tensor = rows.tensor
         if isinstance(tensor, ComputedTensor):
-            return torch.cat(
-                [
-                    self._rows(tensor, begin, end, memory, use)
-                    for begin, end in _steps(rows.start, rows.stop, STEP_ELEMENTS, tensor.operation.row_multiple)
-                ]
-            )
+            return self._rows(tensor, rows.start, rows.stop, memory, use)
         view, _ = block_of(memory.blocks, use, rows.num_bytes)
         return self._read(rows, view[: rows.num_bytes])
 

@@ -242,11 +242,13 @@ def test_any_rows_of_experts_are_those_of_the_whole(start, stop):
     stored = [TensorInfo(name, STORED_DTYPES["Q4_0"], shape, Span("a", 0, 3 * 4 * 36)) for name in ("gate", "up")]
     raw = torch.randint(0, 256, (2, 12, 36), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     raw[..., [1, 19]] = 60  # scales that are numbers
-    whole = [GgmlValues(tensor).compute(0, 12, [rows]).view(shape) for tensor, rows in zip(stored, raw, strict=True)]
+    whole = [
+        GgmlValues(tensor).compute(0, 12, [rows], None).view(shape) for tensor, rows in zip(stored, raw, strict=True)
+    ]
     expected = torch.stack(whole, 2).flatten(1, 2).transpose(1, 2).reshape(192, 8)
     operation = TransposedExperts(tuple(stored), is_interleaved=True)
     given = [raw[stored.index(each.tensor), each.start : each.stop] for each in operation.rows_for(start, stop)]
-    assert torch.equal(operation.compute(start, stop, given), expected[start:stop])
+    assert torch.equal(operation.compute(start, stop, given, None), expected[start:stop])
 
 
 def test_gpt_oss_whose_gate_has_no_up_is_refused(tmp_path):
