@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bigload.planning.model_parallel.parallel_plan import ParallelPlan
     from bigload.planning.model_parallel.parallel_planner import ParallelRequest
     from bigload.planning.options import PlanOptions
-    from bigload_cli.commands.questions import Answer, Question
+    from bigload_cli.commands.questions import PlanAnswer, PlanQuestion
 
 HostsOption = Annotated[
     int | None, typer.Option("--hosts", metavar="N", min=1, help="Hosts that the ranks of --tp and --pp are on.")
@@ -67,7 +67,7 @@ def run(
     path: str,
     max_memory: list[str] | None,
     options: PlanOptions,
-    question: Question,
+    question: PlanQuestion,
     *,
     tp: int | None,
     pp: int | None,
@@ -116,28 +116,28 @@ def _gpu_bytes(max_memory: list[str] | None) -> int:
     return size_option("--max-memory", max_memory[0])
 
 
-def _answer(question: Question, checkpoint: Checkpoint, gpu_bytes: int, request: ParallelRequest) -> Answer:
+def _answer(question: PlanQuestion, checkpoint: Checkpoint, gpu_bytes: int, request: ParallelRequest) -> PlanAnswer:
     from bigload.planning.model_parallel import parallel_questions
-    from bigload_cli.commands.questions import Answer
+    from bigload_cli.commands.questions import PlanAnswer
     from bigload_cli.views import parallel_plans as view
     from bigload_cli.views.questions import longest_context, of_longest_context
 
     if question.fits:
         least = parallel_questions.least_memory(checkpoint, request)
-        return Answer(
+        return PlanAnswer(
             shown=view.least_memory(least),
             value=str(least.asked.gpu_bytes),
             document=view.of_least_memory(least, checkpoint.path, request.options.workload),
         )
     if question.explain is not None:
         why = parallel_questions.explain_rank(checkpoint, gpu_bytes, request, question.explain)
-        return Answer(
+        return PlanAnswer(
             shown=view.explanation(why),
             value=" ".join(map(str, why.ranks)) or "none",
             document=view.of_explanation(why, checkpoint.path),
         )
     longest = parallel_questions.largest_context(checkpoint, gpu_bytes, request)
-    return Answer(
+    return PlanAnswer(
         shown=longest_context(longest),
         value="unlimited" if longest.most_tokens is None else str(longest.most_tokens),
         document=of_longest_context(longest, checkpoint.path),

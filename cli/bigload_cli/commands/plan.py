@@ -215,7 +215,7 @@ def plan(
         expert_stats=expert_stats,
         lora=lora or (),
     )
-    asked = questions.Question(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
+    asked = questions.PlanQuestion(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
     asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)
     if is_for_ranks:
         parallel_plans.run(

@@ -27,7 +27,7 @@ GpusOption = Annotated[str | None, typer.Option("--gpus", metavar="SIZE", help="
 MaxContextOption = Annotated[bool, typer.Option("--max-context", help="The largest context that the memory holds.")]
 
 
-class Question(NamedTuple):
+class PlanQuestion(NamedTuple):
     """At most one of the questions."""
 
     explain: str | None = None
@@ -66,7 +66,7 @@ class Question(NamedTuple):
             raise typer.BadParameter(f"{self.asked[0]} answers a question and makes no plan; leave out {other}")
 
 
-class Answer(NamedTuple):
+class PlanAnswer(NamedTuple):
     """An answer in its three forms: for people, for scripts that want one value, and for programs."""
 
     shown: PlainTable | list[str]
@@ -75,7 +75,7 @@ class Answer(NamedTuple):
 
 
 def answer(
-    question: Question,
+    question: PlanQuestion,
     checkpoint: Checkpoint,
     budget: MemoryBudget | None,
     options: PlanOptions,
@@ -92,7 +92,7 @@ def answer(
     print_answer(found, as_json=as_json, quiet=quiet, color=color)
 
 
-def print_answer(found: Answer, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
+def print_answer(found: PlanAnswer, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
     """Print an answer in the form that was asked for."""
     from bigload_cli import output
 
@@ -106,7 +106,7 @@ def print_answer(found: Answer, *, as_json: bool, quiet: bool, color: ColorMode)
         output.print_table(found.shown, color=color)
 
 
-def _about_need(question: Question, checkpoint: Checkpoint, options: PlanOptions) -> Answer:
+def _about_need(question: PlanQuestion, checkpoint: Checkpoint, options: PlanOptions) -> PlanAnswer:
     """Answer what memory a model would need."""
     from bigload.planning.model.structure import read_structure
     from bigload.planning.questions import sizing
@@ -115,7 +115,7 @@ def _about_need(question: Question, checkpoint: Checkpoint, options: PlanOptions
 
     if question.gpus is None:
         least = sizing.fits(read_structure(checkpoint, options), options)
-        return Answer(
+        return PlanAnswer(
             shown=view.least_memory(least),
             value=" ".join(str(row.gpu_bytes) for row in least.least),
             document=view.of_least_memory(least, checkpoint.path, options.workload),
@@ -124,14 +124,14 @@ def _about_need(question: Question, checkpoint: Checkpoint, options: PlanOptions
     needs = sizing.gpus(read_structure(checkpoint, options), options, size)
     if needs.without_offload is None and not needs.with_ram:
         raise AnswerIsNoError("; ".join(view.gpu_needs(needs)))
-    return Answer(
+    return PlanAnswer(
         shown=view.gpu_needs(needs),
         value="none" if needs.without_offload is None else str(needs.without_offload),
         document=view.of_gpu_needs(needs, checkpoint.path, options.workload),
     )
 
 
-def _about_budget(question: Question, checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) -> Answer:
+def _about_budget(question: PlanQuestion, checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) -> PlanAnswer:
     """Answer what a plan for this memory does, and why."""
     from bigload.planning.model.structure import read_structure
     from bigload.planning.planner import plan_details
@@ -142,7 +142,7 @@ def _about_budget(question: Question, checkpoint: Checkpoint, budget: MemoryBudg
 
     if question.explain is not None:
         why = explain(plan_details(checkpoint, budget, options), question.explain)
-        return Answer(
+        return PlanAnswer(
             shown=view.explanation(why),
             value=" ".join(str(home.device) for home in why.homes) or "none",
             document=view.of_explanation(why, checkpoint.path),
@@ -150,13 +150,13 @@ def _about_budget(question: Question, checkpoint: Checkpoint, budget: MemoryBudg
     structure = read_structure(checkpoint, options)
     if question.compare is not None:
         outcomes = compare(structure, budget, options, _policies(question.compare))
-        return Answer(
+        return PlanAnswer(
             shown=view.comparison(outcomes),
             value="\n".join(outcome.policy for outcome in outcomes if outcome.fits),
             document=view.of_comparison(outcomes, checkpoint.path),
         )
     longest = max_context(structure, budget, options)
-    return Answer(
+    return PlanAnswer(
         shown=view.longest_context(longest),
         value="unlimited" if longest.unslowed_tokens is None else str(longest.unslowed_tokens),
         document=view.of_longest_context(longest, checkpoint.path),
