@@ -93,13 +93,15 @@ def test_a_command_that_moves_no_tensors_never_imports_torch_or_numpy():
         "reshard plan.json out --dry-run",
         "reshard plan.json out",
         "reshard plan.json again --json",
+        "verify out",
         "reshard mixtral fused --names transformers",
         "reshard fused apart --names checkpoint",
         "--help",
+        "inspect --help",
         "--version",
     ]
     for command, modules in modules_after(*commands).items():
-        assert {"torch", "numpy"}.isdisjoint(modules), command
+        assert {"torch", "numpy", "safetensors", "huggingface_hub", "pydantic"}.isdisjoint(modules), command
 
 
 def test_a_torch_file_is_inspected_planned_and_resharded_without_torch(tmp_path, monkeypatch):

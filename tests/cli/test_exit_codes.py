@@ -404,15 +404,15 @@ def test_a_plan_that_cannot_be_written_ends_with_1_and_the_reason(run):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Return the path of a plan for a checkpoint of 240 MB: long enough to be interrupted."""
+    """Return the path of a plan for a checkpoint of 120 MB: long enough to be interrupted."""
     folder = tmp_path_factory.mktemp("large")
-    tensors = {f"layers.{block}.mlp.w": ("U8", [20_000_000]) for block in range(12)}
+    tensors = {f"layers.{block}.mlp.w": ("U8", [10_000_000]) for block in range(12)}
     (folder / "model").mkdir()
     path = write_raw(folder / "model" / "model.safetensors", header_of(tensors))
-    block = data_for("w", 20_000_000)
+    block = data_for("w", 10_000_000)
     with path.open("ab") as file:  # bytes, for a hole would be read too soon
         file.writelines([block] * len(tensors))
-    command = [PROGRAM, "plan", "model", "--overhead", "0", "-m", "cuda:0=96MiB,cpu=96MiB", "-o", "plan.json", "-q"]
+    command = [PROGRAM, "plan", "model", "--overhead", "0", "-m", "cuda:0=48MiB,cpu=48MiB", "-o", "plan.json", "-q"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     yield folder
     shutil.rmtree(folder)
@@ -430,7 +430,7 @@ def test_a_signal_in_the_midst_of_writing_keeps_what_is_finished(large, environm
     before = sorted(large.rglob("*"))
     # A process that was started in the background ignores SIGINT, and its children would too.
     heeded = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [PROGRAM, "reshard", "plan.json", "out", "--io-threads", "1", "--max-shard-size", "20MB"]
+    command = [PROGRAM, "reshard", "plan.json", "out", "--io-threads", "1", "--max-shard-size", "10MB"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=large, env=environment(), **pipes) as process:
         signal.signal(signal.SIGINT, heeded)

@@ -97,9 +97,14 @@ def compare(name: str, command: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.usefixtures("tiny_plan", "splits")
-def test_a_pipe_gets_the_golden_text(run, name):
+def test_pipes_and_terminals_get_the_golden_texts(run, run_on_terminal, name):
     done = run(COMMANDS[name])
     compare(f"{name}.pipe", COMMANDS[name], done.stdout + done.stderr)
+    for columns in (80, 120):
+        shown = run_on_terminal(COMMANDS[name], columns).stdout
+        # Blanks before the code that ends a colour cannot be seen; see test_streams for those that are not forgiven.
+        text = "\n".join(line.rstrip() for line in plain(shown).split("\n"))
+        compare(f"{name}.{columns}", COMMANDS[name], text)
 
 
 @pytest.mark.parametrize("name", IN_A_PIPE)
@@ -107,15 +112,6 @@ def test_a_pipe_gets_the_golden_text(run, name):
 def test_a_pipe_gets_the_golden_text_of_what_shows_progress(run, name):
     done = run(IN_A_PIPE[name])
     compare(f"{name}.pipe", IN_A_PIPE[name], done.stdout + done.stderr)
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.usefixtures("tiny_plan", "splits")
-def test_a_terminal_gets_the_golden_text(run_on_terminal, name, columns):
-    shown = run_on_terminal(COMMANDS[name], columns).stdout
-    # Blanks before the code that ends a colour cannot be seen; see test_streams for those that are not forgiven.
-    compare(f"{name}.{columns}", COMMANDS[name], "\n".join(line.rstrip() for line in plain(shown).split("\n")))
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -108,9 +108,9 @@ print("imported", *(name.rpartition(".")[2] for name in sys.modules if name.star
 ASKED = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 
 
-def complete(run_program, words: str, number: int):
+def complete(run, words: str, number: int):
     env = {"_BIGLOAD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
-    return run_program("bigload", env=env)
+    return run("bigload", env=env)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -130,7 +130,7 @@ def test_the_completion_script_can_be_shown(run_program, shell):
         ("bigload inspect --tens", 2, "--tensors"),
     ],
 )
-def test_completion_offers_verbs_options_and_devices(run_program, words, number, offered):
-    done = complete(run_program, words, number)
+def test_completion_offers_verbs_options_and_devices(run, words, number, offered):
+    done = complete(run, words, number)
     assert offered in done.stdout.split()
     assert (done.code, done.stderr) == (0, "")

@@ -262,7 +262,7 @@ WORKLOADS = st.builds(
 )
 
 
-@settings(max_examples=10 * settings().max_examples)
+@settings(max_examples=4 * settings().max_examples)
 @given(memory=MEMORIES, workload=WORKLOADS)
 def test_caches_logits_and_activations_are_those_of_the_planner(memory, workload):
     expected = memory.at(workload)
@@ -284,7 +284,7 @@ def test_caches_logits_and_activations_are_those_of_the_planner(memory, workload
 FORMS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=7)
 
 
-@settings(max_examples=20 * settings().max_examples)
+@settings(max_examples=8 * settings().max_examples)
 @given(
     forms=FORMS,
     limits=st.tuples(st.integers(1, 30), st.integers(0, 30), st.sampled_from([None, 0, 20])),

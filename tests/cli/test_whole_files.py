@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import bigload
 from bigload.checkpoint.manifest import MANIFEST_FILE
 from builders import contents, make_checkpoint
 
@@ -73,7 +74,7 @@ def test_a_fetch_and_a_reshard_name_the_host_once_and_the_bytes(host, model, tmp
     assert " needed)\n" in notes
     _, notes = run(tmp_path, "reshard", f"http://{host}", "ranks", "--tp", "2")
     assert notes.count(warning) == 1
-    run(tmp_path, "reshard", "model", "local", "--tp", "2")
+    bigload.reshard(model, tmp_path / "local", tp=2)
     assert _weights(tmp_path / "ranks") == _weights(tmp_path / "local")
     assert _weights(tmp_path / "half") == {
         name: content for name, content in _weights(tmp_path / "local").items() if name.startswith("rank-1/")

@@ -24,7 +24,7 @@ from bigload.layouts.writing import writer as writer_module
 from bigload.planning.plan_file import write_plan
 from builders import contents, make_checkpoint, open_descriptors
 
-DEATHS = int(os.environ.get("BIGLOAD_DEATHS", "30"))
+DEATHS = int(os.environ.get("BIGLOAD_DEATHS", "20"))
 IN_MEMORY = Path("/dev/shm")
 
 

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 from inspect import signature
 from pathlib import Path
@@ -432,3 +433,16 @@ def test_a_class_of_the_script_itself_is_told_with_what_to_do():
         bigload.parallelize(nn.Sequential(Net(4, 4)), 2, backend="gloo", example={"input": torch.ones(1, 4)})
     assert "not inside of a function" in caught.value.hint
     assert "from net import" not in caught.value.hint
+
+
+def test_a_worker_that_is_killed_is_told_by_the_next_call_and_the_others_are_ended(spread):
+    """The last test here that uses the workers; `test_worker_failures.py` has deaths at other moments."""
+    model, _, parallel = spread
+    process_ids = parallel.process_ids
+    os.kill(process_ids[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="worker 1 ended with SIGKILL") as caught:
+        model(torch.ones(2, 8))
+    assert (caught.value.rank, caught.value.exit_code) == (1, -signal.SIGKILL)
+    assert not any(map(is_running, process_ids))
+    with pytest.raises(WorkerError, match="worker 1 ended with SIGKILL"):
+        model(torch.ones(2, 8))

@@ -47,6 +47,7 @@ def spread(tmp_path, monkeypatch):
     assert settled(before) == before
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_the_middle_of_a_forward_is_told_and_nothing_is_left(spread, tmp_path_factory):
     checkpoint = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
     save_file(Deadly().state_dict(), checkpoint)

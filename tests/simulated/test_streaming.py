@@ -354,8 +354,7 @@ def test_a_cast_of_the_modules_is_a_cast_of_their_weights(simulation, tmp_path):
     assert torch.equal(run(model, wanted=torch.bfloat16), expected(wanted=torch.bfloat16))
 
 
-@pytest.mark.parametrize("where", ["disk", "ram"])
-@pytest.mark.parametrize("num_kept", [0, 7])
+@pytest.mark.parametrize(("where", "num_kept"), [("disk", 0), ("ram", 7)])
 def test_experts_of_a_fused_module_come_one_by_one(where, num_kept, simulation, tmp_path):
     plain = fused_models.mixture()
     save_file(plain.state_dict(), tmp_path / "model.safetensors")

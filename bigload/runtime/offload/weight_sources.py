@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -50,18 +49,12 @@ StoredWeight = FileWeight | AssembledWeight
 WeightSource = StoredWeight | MemoryWeight
 
 
-@runtime_checkable
-class HasSources(Protocol):
-    """A map of weights that knows the source of each."""
-
-    def source(self, name: str) -> WeightSource | None:
-        """Return the source of the weight `name`; `None` if there is no such weight, or it is computed."""
-
-
 def source_of(weights: Mapping[str, torch.Tensor], name: str) -> WeightSource | None:
     """Return the source of the weight `name` in `weights`; `None` if there is none, or it is computed."""
-    if isinstance(weights, HasSources):
-        return weights.source(name)
+    known = getattr(weights, "source", None)  # asked for each weight in turn: `isinstance` of a protocol takes 20 µs
+    if known is not None:
+        source: WeightSource | None = known(name)
+        return source
     if isinstance(weights, ChainMap):
         return next((source_of(each, name) for each in weights.maps if name in each), None)
     if isinstance(weights, dict) and isinstance(weights.get(name), torch.Tensor):

@@ -47,6 +47,8 @@ WAYS = {
     "delta": {"base": "source"},
 }
 
+OF_NAMES = ("rename", "drop", "names")
+COMPUTED = [pytest.param(name, marks=pytest.mark.slow if name in OF_NAMES else ()) for name in TRANSFORMS]
 QUICK = ("ranks", "gguf", "vllm", "delta")
 REFUSED = {
     *((transform, "vllm") for transform in ("quantize", "rename", "drop")),  # names that vLLM has no place for
@@ -120,7 +122,7 @@ def test_a_layout_of_a_transform_is_that_of_what_it_wrote(root, tmp_path, transf
             assert not bigload.diff(tmp_path / "once", tmp_path / "two").changed
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", COMPUTED)
 def test_a_killed_run_is_resumed_to_the_same_bytes(root, tmp_path, transform):
     source = root / SOURCES.get(transform, "plain")
     options = {"max_shard_bytes": "300KB", "threads": 1, **TRANSFORMS[transform](root)}
@@ -141,7 +143,7 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(root, tmp_path, transform):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", COMPUTED)
 def test_two_processes_write_what_one_writes(root, tmp_path, transform):
     source = root / SOURCES.get(transform, "plain")
     options = {"max_shard_bytes": "300KB", "threads": 1, **TRANSFORMS[transform](root)}

@@ -42,7 +42,10 @@ def folder(plain, tmp_path):
     return save(plain, tmp_path / "checkpoint")
 
 
-@pytest.fixture(params=[*WAYS[1::2], WAYS[0]], ids=["small window", "some stay", "all stay"])
+ALL_STAY = pytest.param(WAYS[0], id="all stay", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[pytest.param(SMALL, id="small window"), pytest.param(WAYS[3], id="some stay"), ALL_STAY])
 def model(request, folder):
     return streamed(folder, **request.param)
 
