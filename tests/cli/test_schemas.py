@@ -166,9 +166,11 @@ def test_bytes_are_integers_and_seconds_are_numbers(name):
 def test_what_is_printed_is_what_its_schema_describes(run, here, command):
     write_shard(here / "empty.safetensors", {})
     torch.save({"a": torch.ones(2, 3), "view": torch.ones(2, 3).t()}, here / "torch.bin")
-    make_split(here / "split")
-    make_pipeline(here / "pipeline")
-    assert run(PLAN).code == 0
+    for name, make_folder in (("split", make_split), ("pipeline", make_pipeline)):
+        if name in command:
+            make_folder(here / name)
+    if "tiny.json" in command:
+        assert run(PLAN).code == 0
     done = run(command)
     assert done.code == 0
     document = parsed(done.stdout)

@@ -198,6 +198,7 @@ def test_what_cannot_be_a_delta_is_refused_before_anything_is_written(base, tune
     ],
     ids=str,
 )
+@pytest.mark.parametrize("base", ["safetensors"], indirect=True)
 def test_a_wrong_description_is_an_error(delta, change, words):
     document = json.loads((delta / DELTA_FILE).read_text())
     (delta / DELTA_FILE).write_text(json.dumps(document | change))

@@ -112,7 +112,7 @@ def test_without_being_told_nothing_is_gone_on_with_nor_thrown_away(tiny):
     check_complete(tiny / "out", tiny / "source")
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_keeps_what_is_finished(large, tmp_path, threads):
     out = tmp_path / "out"
     with run_reshard(large / "plan.json", out, threads) as process:

@@ -79,7 +79,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("scheme", "options"), [*(("hub", each) for each in LAYOUTS.values()), ("https", {"tp": 4})])
+def layouts(*quick):
+    """Return the options of all layouts as parameters; those that are not `quick` are slow."""
+    marks = {name: () if name in quick else pytest.mark.slow for name in LAYOUTS}
+    return [pytest.param(options, id=name, marks=marks[name]) for name, options in LAYOUTS.items()]
+
+
+@pytest.mark.parametrize("options", layouts("ranks", "offload", "cast", "transformers' names"))
+@pytest.mark.parametrize("scheme", ["hub", pytest.param("https", marks=pytest.mark.slow)])
 def test_every_layout_and_dtype_is_what_it_is_from_a_folder(served, tmp_path, options, scheme):
     remote = "org/tiny" if scheme == "hub" else served.serve("files", served.source)
     bigload.reshard(served.source, tmp_path / "local", **options)
@@ -175,7 +182,7 @@ def test_what_was_written_is_not_transferred_again(served, tmp_path, monkeypatch
     assert served.num_bytes + report.kept_bytes < data_bytes(served.source) + 400 * KIB
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     "fault",
     [{"cut_after": 100_000}, {"status": 429, "headers": {"Retry-After": "1"}}, {"status": 503}, {"status": 500}],
@@ -207,7 +214,7 @@ def test_other_failures_end_it_and_leave_no_output(served, tmp_path, fault, text
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("options", layouts("ranks", "dat", "cast"))
 def test_each_file_of_a_server_without_ranges_is_transferred_once_for_every_layout(served, tmp_path, options):
     bigload.reshard(served.source, tmp_path / "local", **options)
     with served_plainly(served.source) as server:
@@ -286,7 +293,7 @@ def command(served, tmp_path, *arguments, launcher=(), **environment):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_does_not_wait_for_the_server(served, tmp_path, number):
     """The server says nothing more; requests would wait ten minutes for it."""
     bigload.plan("org/tiny", {"cpu": "1GiB"})
@@ -391,7 +398,7 @@ def test_a_kill_at_any_moment_costs_a_few_windows(served, tmp_path, tp):
     bigload.plan("org/tiny", {"cpu": "1GiB"})
     served.requests.clear()
     num_killed = 0
-    for moment in (12, 40, 70, None):
+    for moment in (12, 60, None):
         pieces = iter(range(1, moment or 1))
         processes = []
 

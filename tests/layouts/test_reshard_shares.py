@@ -90,7 +90,7 @@ def test_several_files_some_of_which_are_cut(source, tmp_path, monkeypatch, is_d
 
 
 @pytest.mark.parametrize("number", range(MEETINGS))
-@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize("dying", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_who_dies_between_steps_is_named_and_any_number_resumes(source, expected, out, dying, number):
     ends = outcomes(3, lambda team: run(source, out, team), dies_at={dying: number})
     assert isinstance(ends[dying], GoneError)

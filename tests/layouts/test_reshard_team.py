@@ -73,7 +73,7 @@ def test_each_writes_its_own_files(source, tmp_path):
 
 
 @pytest.mark.parametrize("number", range(NUM_SHARES))
-@pytest.mark.parametrize(("size", "dying"), [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("size", "dying"), [(2, 0), pytest.param(2, 1, marks=pytest.mark.slow), (3, 1)])
 def test_who_dies_between_steps_is_named_and_the_work_is_gone_on_with(source, expected, out, size, dying, number):  # noqa: PLR0917
     ends = outcomes(size, lambda team: run(source, out, team), dies_at={dying: number})
     assert isinstance(ends[dying], GoneError)

@@ -90,6 +90,7 @@ def test_a_header_that_is_none_is_a_problem(uploaded, written):
     assert bigload.verify(uploaded()).problems == bigload.verify(written).problems != ()
 
 
+@pytest.mark.parametrize("uploaded", ["hf"], indirect=True)
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret"])
 def test_names_that_leave_the_folder_are_refused(uploaded, written, name):
     manifest = json.loads((written / MANIFEST_FILE).read_text())
@@ -112,6 +113,7 @@ def test_names_that_addresses_would_read_otherwise_name_no_other_file(uploaded, 
     assert [problem.code for problem in report.problems] in (["missing"], ["unsafe-path"])
 
 
+@pytest.mark.parametrize("uploaded", ["hf"], indirect=True)
 @pytest.mark.parametrize("text", ["", "{", '{"schema": "bigload.manifest/9.0"}'])
 def test_a_manifest_that_is_none_is_refused(uploaded, written, text):
     (written / MANIFEST_FILE).write_text(text)
