@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,7 +38,34 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 FILE = pytest.StashKey()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `--dist loadfile`, give one process all files that fork ranks: what ranks import is imported once.
+
+    Files keep their order: the last ones are short, so processes end together.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    folder = Path(__file__).parent
+    files = {path for path in folder.rglob("test_*.py") if "from rank_processes import" in path.read_text("utf-8")}
+    of_ranks = {str(path.relative_to(config.rootpath)) for path in files}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "ranks" if file in of_ranks else file
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+gc.disable()  # until all is collected, nothing of which is garbage: 0.8 of 6 s
+
+
 def pytest_collection_finish(session):
+    gc.enable()
     _freeze_what_stays()
 
 
