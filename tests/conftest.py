@@ -61,6 +61,24 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
+IS_LAST_WORKER = os.environ.get("PYTEST_XDIST_WORKER") not in (None, "gw0")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Have a second process collect from the end: each compiles half of a new clone, 10 s, and finds the other half."""
+    report = yield
+    if IS_LAST_WORKER and isinstance(collector, pytest.Directory):
+        report.result.reverse()
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    if "PYTEST_XDIST_WORKER" in os.environ:  # whose processes have to agree on the order
+        items.sort(key=lambda item: str(item.path))
+
+
 gc.disable()  # until all is collected, nothing of which is garbage: 0.8 of 6 s
 
 
