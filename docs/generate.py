@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from bigload_cli.verbs import VERBS
 
@@ -18,9 +17,8 @@ def main() -> None:
 def document() -> str:
     """Return the page of the site."""
     text = "# The command line\n\nMade from the program's own help by `make docs`.\n"
-    for verb in ("", *VERBS):
-        name = f"bigload {verb}".rstrip()
-        text += f"\n## `{name}`\n\n```text\n{help_of(verb)}\n```\n"
+    for name, shown in helps().items():
+        text += f"\n## `{name}`\n\n```text\n{shown}\n```\n"
     return text
 
 
@@ -35,18 +33,32 @@ def man_page() -> str:
         *(_roff(f"bigload {verb} ...") for verb in VERBS),
         ".fi",
     ]
-    for verb in ("", *VERBS):
-        parts += [f".SH {f'BIGLOAD {verb}'.rstrip().upper()}", ".nf", _roff(help_of(verb, columns=80)), ".fi"]
+    for name, shown in helps(columns=80).items():
+        parts += [f".SH {name.upper()}", ".nf", _roff(shown), ".fi"]
     return "\n".join(parts) + "\n"
 
 
-def help_of(verb: str, columns: int = 100) -> str:
-    """Return the help of a verb, at the width of a page and without blanks at line ends."""
-    program = Path(sys.executable).with_name("bigload")
+_EACH = """
+import sys
+from bigload_cli.app import main
+
+for verb in sys.argv[1:]:
+    sys.argv = ["bigload", *verb.split(), "--help"]
+    try:
+        main()
+    except SystemExit:
+        print("\\0", end="")
+"""
+
+
+def helps(columns: int = 100) -> dict[str, str]:
+    """Return the help of each verb by its command, at the width of a page and without blanks at line ends."""
     environment = {**os.environ, "COLUMNS": str(columns), "TERMINAL_WIDTH": str(columns), "NO_COLOR": "1"}
-    words = [str(program), *verb.split(), "--help"]
-    text = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
-    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+    verbs = ("", *VERBS)
+    command = [sys.executable, "-c", _EACH, *verbs]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split("\0")
+    texts = ("\n".join(line.rstrip() for line in text.strip().splitlines()) for text in shown)
+    return dict(zip((f"bigload {verb}".rstrip() for verb in verbs), texts, strict=False))
 
 
 def _roff(text: str) -> str:
