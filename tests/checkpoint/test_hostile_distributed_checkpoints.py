@@ -235,7 +235,7 @@ def scratch(ranks, tmp_path_factory):
 @settings(deadline=None)
 @given(st.integers(0, 2**64))
 def test_a_mutated_checkpoint_raises_nothing_but_our_errors(ranks, scratch, seed):
-    for number in range(20):
+    for number in range(8):
         open_mutated(ranks, scratch, seed + number)
 
 

@@ -68,8 +68,7 @@ def _four_bits(shape, *, name="a.weight", **options):
     return {f"{name}{part}": tensor for part, tensor in tensors.items()}, weight
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize(("kind", "is_nested"), [("nf4", True), ("fp4", False)])
 @pytest.mark.parametrize(
     ("shape", "block"), [((6, 64), 64), ((5, 7), 32), ((3, 96), 64), ((2, 6), 4096), ((64, 1024), 32), ((41, 8224), 64)]
 )
