@@ -188,11 +188,7 @@ def is_stream(path: Path) -> bool:
 
 
 def check_replaceable(target: Path, is_ours: Callable[[Path], bool], *, reason: str) -> None:
-    """Raise unless a result may go to `target`: a new file, a file that `is_ours`, a character device or a pipe.
-
-    Raises:
-        OutputExistsError: something else is there; `reason` says what it is not.
-    """
+    """Raise unless a result may go to `target`: a new file, a file that `is_ours`, a character device or a pipe."""
     if is_stream(target):
         return
     if os.path.lexists(target) and target.exists() and not (target.is_file() and is_ours(target)):
@@ -200,11 +196,7 @@ def check_replaceable(target: Path, is_ours: Callable[[Path], bool], *, reason: 
 
 
 def write_whole(target: Path, content: str | bytes) -> None:
-    """Write `content` to `target` as `atomic_file` does.
-
-    Raises:
-        WriteError: the system refused.
-    """
+    """Write `content` to `target` as `atomic_file` does."""
     data = content if isinstance(content, bytes) else content.encode("utf-8", PATH_ERRORS)
     with atomic_file(target) as place:
         if isinstance(place, Path):
@@ -219,9 +211,6 @@ def atomic_file(target: Path) -> Iterator[Path | IO[bytes]]:
 
     After an error `target` is as it was, and nothing else remains. A link stays and the file that it names is replaced;
     a file keeps its permissions. A character device or a pipe is opened and yielded instead: it is never replaced.
-
-    Raises:
-        WriteError: the system refused; raised as well for an OSError in the block.
     """
     try:
         if is_stream(target):

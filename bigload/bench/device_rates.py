@@ -58,7 +58,6 @@ def device_profile(
         on_run: Called with a few words before each figure.
 
     Raises:
-        NotEnoughMemoryError: RAM has no room for the weights.
         torch.OutOfMemoryError: the device has none.
     """
     timed = _Timer(device, seconds)

@@ -64,12 +64,6 @@ def measure_machine(
         path: A folder or a checkpoint. A checkpoint of so many bytes is read, else a file is written and removed.
         effort: `FULL`, half a minute, or `QUICK`, a few seconds with more noise.
         on_run: Called with a few words before each figure.
-
-    Raises:
-        OptionError: there is nothing at `path`, or it is not on this machine.
-        NotEnoughSpaceError: the file system has no room for the file.
-        WriteError: the folder cannot be written to.
-        LoadError: bytes cannot be read, or RAM has no room for them.
     """
     room = available_memory()
     if room is not None:

@@ -57,11 +57,6 @@ def probed_checkpoint(path: str | Path, num_bytes: int) -> Iterator[Checkpoint]:
     """Give a checkpoint of `num_bytes` on the file system of `path`: the first tensors of that there, or a new one.
 
     What is written goes when the context ends.
-
-    Raises:
-        OptionError: there is nothing at `path`, or it is not on this machine.
-        NotEnoughSpaceError: its file system has no room for `num_bytes`.
-        WriteError: its folder cannot be written to.
     """
     place = Path(path).expanduser()
     if not place.exists():

@@ -93,12 +93,7 @@ class LowRankFit:
 
 
 def open_adapter(path: str | Path) -> Adapter:
-    """Open the adapter in a local folder that PEFT's `save_pretrained` wrote.
-
-    Raises:
-        AdapterError: it is none, of another type than LoRA, or not on this machine.
-        CheckpointError, ReadError: its tensors cannot be opened.
-    """
+    """Open the adapter in a local folder that PEFT's `save_pretrained` wrote."""
     if not scheme_of(Path(path)).is_local:
         raise AdapterError(
             f"the adapter {path} is not on this machine", hint="bigload fetch it first, then name its folder"
@@ -136,11 +131,7 @@ def _parsed(path: str, checkpoint: Checkpoint, config: Mapping[str, object]) -> 
 
 
 def matrices_of(path: str, parts: Mapping[str, TensorInfo]) -> tuple[TensorInfo, TensorInfo, bool]:
-    """Return the matrices A and B of the module `path`, and whether it is an embedding.
-
-    Raises:
-        AdapterError: one is missing.
-    """
+    """Return the matrices A and B of the module `path`, and whether it is an embedding."""
     is_embedding = "lora_embedding_A" in parts or "lora_embedding_B" in parts
     down, up = (parts.get(f"lora_embedding_{side}" if is_embedding else f"lora_{side}") for side in "AB")
     if down is None or up is None:
@@ -149,11 +140,7 @@ def matrices_of(path: str, parts: Mapping[str, TensorInfo]) -> tuple[TensorInfo,
 
 
 def weight_of(adapter: Adapter, path: str, shape_of: ShapeOf) -> str:
-    """Return the name of the weight that the module `path` changes.
-
-    Raises:
-        AdapterError: the base has none, or several that fit alike.
-    """
+    """Return the name of the weight that the module `path` changes."""
     if shape_of(f"{path}.weight") is not None:
         return f"{path}.weight"
     module = path.removesuffix(".base_layer")
@@ -176,11 +163,7 @@ def weight_of(adapter: Adapter, path: str, shape_of: ShapeOf) -> str:
 
 
 def fit_of(adapter: Adapter, path: str, target: str, shape: tuple[int, ...], model_type: object) -> LowRankFit:
-    """Return how the matrices of the module `path` fit the weight `target` of `shape`.
-
-    Raises:
-        AdapterError: they do not; or their rank is not that of the config.
-    """
+    """Return how the matrices of the module `path` fit the weight `target` of `shape`."""
     down, up, is_embedding = matrices_of(path, adapter.modules[path])
     if len(shape) == 3 and len(down.shape) == 2:
         if sides := _stacked_sides(shape, down, up):

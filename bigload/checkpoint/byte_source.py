@@ -144,11 +144,7 @@ class PositionalReader(OpenFile):
 
 
 def fill(buffers: Sequence[memoryview], descriptor: int, offset: int, path: Path | str) -> None:
-    """Fill all of `buffers` from `offset` of an open file, however the system divides the reads.
-
-    Raises:
-        ReadError: it refused, or the file ended before the buffers were full; `path` is what the error names.
-    """
+    """Fill all of `buffers` from `offset` of an open file, however the system divides the reads."""
     pending = [buffer for buffer in buffers if buffer.nbytes]
     while pending:
         count = read_once(pending[:MAX_BUFFERS], descriptor, offset, path)
@@ -159,11 +155,7 @@ def fill(buffers: Sequence[memoryview], descriptor: int, offset: int, path: Path
 
 
 def read_once(buffers: Sequence[memoryview], descriptor: int, offset: int, path: Path | str) -> int:
-    """Read once, and return how many bytes came: fewer than there is room for, at times, and none past the end.
-
-    Raises:
-        ReadError: the system refused.
-    """
+    """Read once, and return how many bytes came: fewer than there is room for, at times, and none past the end."""
     try:
         return read_at(descriptor, buffers, offset)
     except OSError as error:

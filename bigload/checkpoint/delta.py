@@ -69,11 +69,7 @@ class DeltaDescription:
 
 
 def read_delta(root: Path) -> DeltaDescription:
-    """Read the description in the folder `root`; nothing that it names is opened.
-
-    Raises:
-        InvalidCheckpointError: it is none.
-    """
+    """Read the description in the folder `root`; nothing that it names is opened."""
     try:
         found = check_schema(parse_json(read_beside(root / DELTA_FILE, max_bytes=MAX_CONFIG_BYTES)), SCHEMA)
         match found:
@@ -101,10 +97,6 @@ def open_delta(root: Path, path: str, *, open_folder: OpenFolder, open_files: Op
         path: What the user calls it.
         open_folder: Opens the base.
         open_files: Opens the delta's own files.
-
-    Raises:
-        InvalidCheckpointError: the base is gone or changed, or the description does not fit it.
-        CheckpointError: the base or the delta cannot be opened.
     """
     described = read_delta(root)
     place = root / described.base
@@ -136,13 +128,7 @@ def open_delta(root: Path, path: str, *, open_folder: OpenFolder, open_files: Op
 
 
 def check_base(base: Checkpoint) -> Mapping[str, str]:
-    """Return the digests of the tensors of a checkpoint that may be a base, as its manifest has them.
-
-    Raises:
-        InvalidCheckpointError: it is a pipeline, a delta, of another format, or files were written to since.
-        ManifestNotFoundError: it has no manifest, or one without digests of tensors.
-        DamagedOutputError: the manifest describes other files.
-    """
+    """Return the digests of the tensors of a checkpoint that may be a base, as its manifest has them."""
     is_plain = not (base.components or base.assembled or base.base)
     if not is_plain or base.format not in (SAFETENSORS.name, TORCH.name):
         text = "a base is a checkpoint in safetensors or torch files, neither a pipeline nor a delta"

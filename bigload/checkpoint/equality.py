@@ -24,9 +24,6 @@ def stored_equal(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
     `SAMPLE_BYTES`, the first and the last bytes among them, always the same ones: equality of those is as good as sure
     for weights, which training changes everywhere, but it is no proof. Views are compared with all that lies between
     their elements, and count as different where they step through it differently.
-
-    Raises:
-        CheckpointError: a file cannot be read, or ends before the tensor does.
     """
     first, *others = [checkpoint.tensors[name] for name in names]
     if any((other.dtype, other.shape, other.strides) != (first.dtype, first.shape, first.strides) for other in others):

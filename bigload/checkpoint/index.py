@@ -35,9 +35,6 @@ def read_index(path: Path) -> ShardIndex:
     """Read the weight map at `path`; nothing it names is opened.
 
     The file is the map itself where it has no `weight_map` and only texts, as accelerate takes it too.
-
-    Raises:
-        InvalidCheckpointError: not JSON, no `weight_map` of text to text, or a tensor listed twice.
     """
     text = read_beside(path, max_bytes=MAX_INDEX_BYTES)
     try:
@@ -68,7 +65,6 @@ def read_beside(path: Path, *, max_bytes: int) -> bytes:
     """Return the content of a small file in the folder of a checkpoint, which has to lie there as a shard has to.
 
     Raises:
-        InvalidCheckpointError: it is a link that leaves the folder, no regular file, or larger than `max_bytes`.
         OSError: the system refused.
     """
     place = resolve_shard(path.parent, path.name)

@@ -26,11 +26,6 @@ def locate(path: str | Path, *, find_cached: bool = True) -> Path:
     Args:
         path: What the user named.
         find_cached: Return the folder of a cache instead of a remote location, where that has the whole checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing of that name.
-        AccessDeniedError: a service refuses it to this user.
-        CheckpointError, ReadError: the system or a service cannot be asked.
     """
     try:
         place = Path(re.sub(r"^(file|local):/+", "/", str(path))).expanduser()

@@ -134,14 +134,7 @@ def manifest_lines(manifest: Manifest) -> Iterator[str]:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read the manifest of the resharded `folder`, local or a pinned location; nothing that it names is opened.
-
-    Raises:
-        AccessDeniedError: a service refuses it to this user.
-        ManifestNotFoundError: no such folder, none that a reshard finished, or only a part of one; the hint says which.
-        DamagedOutputError: the manifest is not one, has another major version, or names what lies elsewhere.
-        ReadError: it cannot be read.
-    """
+    """Read the manifest of the resharded `folder`, local or a pinned location; nothing that it names is opened."""
     root = Path(folder)
     if not scheme_of(root).is_local:
         return _remote_manifest(root)
@@ -149,12 +142,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def read_manifest_file(path: Path, *, source: Path | None = None) -> Manifest:
-    """Read the manifest at `path`, a local file; errors name `source`, or else `path`.
-
-    Raises:
-        ManifestNotFoundError: no such file.
-        DamagedOutputError, ReadError: as `read_manifest`.
-    """
+    """Read the manifest at `path`, a local file; errors name `source`, or else `path`."""
     named = source or path
     place = path.expanduser()
     if source is None and not place.exists():
@@ -200,11 +188,7 @@ def _part_of(folder: Path | str, whole: Path | str) -> ManifestNotFoundError:
 
 
 def manifest_from_json(text: str, *, source: str = "the manifest") -> Manifest:
-    """Return the manifest that `text` describes; `source` names it in errors.
-
-    Raises:
-        DamagedOutputError: see `read_manifest`.
-    """
+    """Return the manifest that `text` describes; `source` names it in errors."""
     try:
         return _manifest(check_schema(parse_json(text), SCHEMA))
     except KeyError as error:

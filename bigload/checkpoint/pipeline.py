@@ -28,7 +28,6 @@ def listed_components(root: Path, path: str) -> Iterator[Component]:
     """Yield the components that `model_index.json` lists, still without their checkpoints.
 
     Raises:
-        InvalidCheckpointError: the file is no JSON object, or a component has a name that no folder in `root` can have.
         OSError: it cannot be read.
     """
     document = _document(root, PIPELINE_FILE, path)
@@ -49,7 +48,6 @@ def listed_modules(root: Path, path: str) -> Iterator[Component]:
     Those in folders of folders, as routers have, are left out.
 
     Raises:
-        InvalidCheckpointError: the file is no JSON list of modules.
         OSError: it cannot be read.
     """
     document = _document(root, MODULES_FILE, path)
@@ -78,11 +76,7 @@ def _invalid(path: str, text: str, *, file: str = PIPELINE_FILE) -> InvalidCheck
 def as_one_checkpoint(
     path: str, root: Path, components: Sequence[Component], warnings: Sequence[CheckpointWarning] = ()
 ) -> Checkpoint:
-    """Return the pipeline of `components`: files below their folders, tensors below their names.
-
-    Raises:
-        UnsupportedFormatError: tensors of a component lie in several pieces.
-    """
+    """Return the pipeline of `components`: files below their folders, tensors below their names."""
     for name, component in ((each.name, each.checkpoint) for each in components):
         if component is not None and component.assembled:
             text = (
@@ -144,11 +138,7 @@ def components_of(pipeline: Checkpoint) -> Iterator[tuple[str, Checkpoint]]:
 
 
 def refuse_pipeline(checkpoint: Checkpoint, *, asked: str) -> None:
-    """Raise if `checkpoint` is a pipeline, for which `asked` does not exist.
-
-    Raises:
-        OptionError: it is; it names a component to name instead.
-    """
+    """Raise if `checkpoint` is a pipeline, for which `asked` does not exist."""
     if checkpoint.components:
         name, component = next(components_of(checkpoint))
         # The folder itself is the whole pipeline, a file of it the component.

@@ -90,13 +90,7 @@ class RecordedDigests:
 
 
 def recorded_digests(checkpoint: Checkpoint, manifest: str | Path | None = None) -> RecordedDigests:
-    """Return what the manifest of `checkpoint` says: the file `manifest`, or that in its folder or in one above.
-
-    Raises:
-        ManifestNotFoundError: there is none.
-        DamagedOutputError: it is no manifest, or files have other sizes or headers than it says.
-        ReadError: it cannot be read.
-    """
+    """Return what the manifest of `checkpoint` says: the file `manifest`, or that in its folder or in one above."""
     if manifest is None:
         digests = _beside(checkpoint)
     else:

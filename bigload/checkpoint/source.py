@@ -136,13 +136,7 @@ def open_checkpoint(
 
 
 def open_files(files: Sequence[Path]) -> Checkpoint:
-    """Open the checkpoint that these local files of one folder are, whatever else is there.
-
-    Raises:
-        InvalidCheckpointError: files break the format, or two of them store a tensor of the same name.
-        LegacyPickleError: as `open_checkpoint` does.
-        CheckpointError: a file cannot be read.
-    """
+    """Open the checkpoint that these local files of one folder are, whatever else is there."""
     return _open_files(files[0].parent, None, [file.name for file in files], str(files[0].parent))
 
 

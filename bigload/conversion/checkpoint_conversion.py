@@ -20,9 +20,6 @@ def conversion_of_checkpoint(checkpoint: Checkpoint) -> Conversion:
 
     Which weights the model has, and of which shapes, only the model tells: what is missing or of another shape is not
     seen here.
-
-    Raises:
-        NamesUnknownError: the configuration does not say which class the model has, or the table does not know it.
     """
     return conversion_of(ModelClass.of(checkpoint.config), checkpoint.tensors)
 

@@ -61,11 +61,7 @@ class ModelClass:
 
     @classmethod
     def of(cls, config: Mapping[str, object] | None) -> ModelClass:
-        """Return the class that a configuration names.
-
-        Raises:
-            NamesUnknownError: the configuration names none, or the table does not have it.
-        """
+        """Return the class that a configuration names."""
         config = config or {}
         model_type, named = _identity(config)
         name = _of_type(_REMOTE_CLASSES.get(named, named), model_type)

@@ -51,11 +51,7 @@ TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
 
 def scheme_named(text: str) -> Rounding:
-    """Return the scheme of this name.
-
-    Raises:
-        OptionError: none has it.
-    """
+    """Return the scheme of this name."""
     found = SCHEMES.get(text)
     if found is None:
         raise OptionError.of("quantize", text, f"one of {', '.join(SCHEMES)}")
@@ -94,9 +90,6 @@ def quantised(
         keeps: Whether a weight stays plain that would be quantised.
         takes: Whether a matrix is quantised that would stay plain by its name.
         dtype_of: The dtype in which a weight is rounded, if not its own.
-
-    Raises:
-        OptionError: there is no config, or no weight to quantise; or one that cannot be.
     """
     rounding = scheme_named(scheme)
     _check_model(tensors, config, scheme, keeps)

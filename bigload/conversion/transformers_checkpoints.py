@@ -20,20 +20,12 @@ from bigload.errors import NamesUnknownError
 
 
 def conversion_by_transformers(checkpoint: Checkpoint) -> Conversion:
-    """Return what the tensors in memory are made of.
-
-    Raises:
-        NamesUnknownError: transformers does not build the model.
-    """
+    """Return what the tensors in memory are made of."""
     return conversion_for(_skeleton_of(checkpoint), checkpoint.tensors)
 
 
 def original_by_transformers(checkpoint: Checkpoint) -> Conversion:
-    """Return what the original tensors are made of, of a checkpoint that stores those in memory.
-
-    Raises:
-        NamesUnknownError: transformers does not build the model, or cannot revert its conversion.
-    """
+    """Return what the original tensors are made of, of a checkpoint that stores those in memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
     model: Any = _skeleton_of(checkpoint)

@@ -71,9 +71,6 @@ def has_other_processes(function: str, *, may_be_in_first_block: bool = False) -
     Args:
         function: For the error.
         may_be_in_first_block: Whether it may be called in a `*_process_first` block, which others wait for.
-
-    Raises:
-        ProcessControlError: there are others, and no process group, or they wait for this process.
     """
     if num_processes() == 1:
         return False

@@ -67,12 +67,7 @@ class FirstBlock:
         self._key = f"{self._name}@{self._registry.own.node}" if is_local else self._name
 
     def begin(self) -> None:
-        """Publish that this process is the first, and its identity.
-
-        Raises:
-            ProcessControlError: another process is the first, too.
-            RankError: the store is gone (so do all methods).
-        """
+        """Publish that this process is the first, and its identity."""
         with store_errors():
             num_firsts = store().add(self._num_firsts_key, 1)
         if num_firsts == 1:
@@ -96,12 +91,7 @@ class FirstBlock:
             store().set(self._key, json.dumps(status))
 
     def wait_for_first(self) -> None:
-        """Wait until the first process is done, without a limit once it has begun.
-
-        Raises:
-            RankError: its block raised, or it has ended.
-            RankError: it has not come within the timeout of the process group.
-        """
+        """Wait until the first process is done, without a limit once it has begun."""
         try:
             status = self._result()
             self.arrive()
@@ -146,11 +136,7 @@ class FirstBlock:
         return RankError(rank, "it has ended, or can no longer be reached", function=self.function)
 
     def wait_for_others(self, limit_seconds: float | None = None) -> None:
-        """Wait until all others have read the result, by default at most for the timeout of the process group.
-
-        Raises:
-            RankError: one has ended, or does not come.
-        """
+        """Wait until all others have read the result, by default at most for the timeout of the process group."""
         keys = {rank: self._arrival_key(rank) for rank in self._ranks(limit_seconds)}
         self._registry.wait_for_keys(keys, f"has not come to {self.function}", limit_seconds=limit_seconds)
 

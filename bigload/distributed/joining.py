@@ -15,10 +15,6 @@ def current_process_group() -> Iterator[ProcessGroup]:
     """Give the ranks of torch.distributed if this process has joined them already, and else `SingleProcess`.
 
     The default process group is left as it is.
-
-    Raises:
-        RankError: another rank does not make this call.
-        ProcessControlError: the others wait for this process to leave a block such as that of `main_process_first`.
     """
     distributed = initialized_torch_distributed()
     if distributed is None:
@@ -34,11 +30,7 @@ def current_process_group() -> Iterator[ProcessGroup]:
 
 @contextmanager
 def launched_process_group() -> Iterator[ProcessGroup]:
-    """Give the ranks that a launcher such as torchrun started, by its environment variables; else `SingleProcess`.
-
-    Raises:
-        RankError: the other ranks do not come, or cannot be reached.
-    """
+    """Give the ranks that a launcher such as torchrun started, by its environment variables; else `SingleProcess`."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         yield SingleProcess()
         return

@@ -51,11 +51,7 @@ class LaunchedProcess:
 
 
 def launched_process() -> LaunchedProcess | None:
-    """Return rank and size that a launcher gave to this process, `None` if none did.
-
-    Raises:
-        OptionError: a variable is no such number, or is missing where another one is set.
-    """
+    """Return rank and size that a launcher gave to this process, `None` if none did."""
     for launcher in LAUNCHERS:
         size = _number(launcher.size)
         if size is not None:
@@ -72,9 +68,6 @@ def launched_on_host(rank: int, size: int) -> LaunchedProcess:
 
     Processes that were not started by the launcher inherit its variables from their parent, so they count only if they
     have this rank and size. LOCAL_RANK alone, as programs set it that start processes themselves, counts too.
-
-    Raises:
-        OptionError: a variable is no such number.
     """
     for launcher in LAUNCHERS:
         found = (_number(launcher.rank), _number(launcher.size))

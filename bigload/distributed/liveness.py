@@ -119,11 +119,7 @@ class ProcessRegistry:
             store().set(_identity_key(self.rank), json.dumps(asdict(self.own)))
 
     def identity(self, rank: int) -> ProcessIdentity | None:
-        """Return the identity of a process, `None` if it has not published it yet.
-
-        Raises:
-            RankError: the store is gone.
-        """
+        """Return the identity of a process, `None` if it has not published it yet."""
         if rank not in self._known and has_key(_identity_key(rank)):
             with store_errors():
                 self._known[rank] = ProcessIdentity(**json.loads(store().get(_identity_key(rank))))
@@ -134,11 +130,7 @@ class ProcessRegistry:
         return is_gone(rank, self.identity(rank), may_probe=may_probe)
 
     def on_this_host(self, ranks: Iterable[int], limit_seconds: float | None = None) -> list[int]:
-        """Return those of `ranks` that are processes of this host; waits until all of `ranks` have published.
-
-        Raises:
-            RankError: one does not.
-        """
+        """Return those of `ranks` that are processes of this host; waits until all of `ranks` have published."""
         unknown = {rank: _identity_key(rank) for rank in ranks if rank not in self._known}
         self.wait_for_keys(unknown, "has not said which host it is on", limit_seconds=limit_seconds)
         identities = [self.identity(rank) for rank in ranks]
@@ -151,9 +143,6 @@ class ProcessRegistry:
             keys: By the rank of the process that sets it.
             missing: For the error: what a process has not done whose key is missing.
             limit_seconds: The longest wait, by default the timeout of the process group.
-
-        Raises:
-            RankError: a process has ended without setting its key, has not set it in time, or the store is gone.
         """
         limit = group_timeout_seconds() if limit_seconds is None else limit_seconds
         waiting = dict(keys)
@@ -193,11 +182,7 @@ _registries: WeakKeyDictionary[dist.ProcessGroup, ProcessRegistry] = WeakKeyDict
 
 
 def process_registry() -> ProcessRegistry:
-    """Return the registry of the default process group, which is initialised.
-
-    Raises:
-        RankError: its store is gone.
-    """
+    """Return the registry of the default process group, which is initialised."""
     group = dist.group.WORLD
     assert group is not None
     if group not in _registries:
@@ -211,22 +196,14 @@ def store() -> Store:
 
 
 def has_key(key: str) -> bool:
-    """Return whether the store has `key`.
-
-    Raises:
-        RankError: the store is gone.
-    """
+    """Return whether the store has `key`."""
     with store_errors():
         return bool(store().check([key]))
 
 
 @contextmanager
 def store_errors() -> Iterator[None]:
-    """Turn errors of the store into errors of bigload.
-
-    Raises:
-        RankError: the store cannot be reached.
-    """
+    """Turn errors of the store into errors of bigload."""
     try:
         yield
     except RuntimeError as error:

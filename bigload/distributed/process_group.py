@@ -44,7 +44,6 @@ class ProcessGroup(Protocol):
 
         Raises:
             TypeError: JSON does not give `value` back.
-            RankError: another process is gone, which is noticed at once.
         """
 
 
@@ -77,7 +76,6 @@ def run_on_all_ranks(group: ProcessGroup, step: Callable[[], T]) -> T:
     A Ctrl-C is neither a result nor an error and is not sent: the other ranks notice that this process ends.
 
     Raises:
-        RankError: `step` failed in another process, whose rank and error text it has; or that process is gone.
         Exception: what `step` raised in this process.
     """
     try:
@@ -118,11 +116,7 @@ def first_line(error: BaseException) -> str:
 
 
 def check_not_in_first_block(function: str) -> None:
-    """Raise if all processes have to call `function` and the others wait for this one to leave its block.
-
-    Raises:
-        ProcessControlError: they do.
-    """
+    """Raise if all processes have to call `function` and the others wait for this one to leave its block."""
     if (block := running_first_block.get()) is not None:
         raise ProcessControlError(
             f"{function} would wait for ever: the others wait for this process to leave {block}",

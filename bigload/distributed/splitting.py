@@ -42,11 +42,7 @@ def split_between_processes(inputs: Any, apply_padding: bool = False) -> Iterato
 
 
 def _length(inputs: object) -> int:
-    """Return how many items there are to share.
-
-    Raises:
-        OptionError: there are none, or not as many everywhere.
-    """
+    """Return how many items there are to share."""
     if isinstance(inputs, Mapping):
         lengths = {name: _length(each) for name, each in inputs.items()}
         if len(set(lengths.values())) > 1:

@@ -67,7 +67,6 @@ class TorchProcessGroup:
 
         Raises:
             TypeError: JSON does not give `value` back.
-            RankError: another rank is gone.
         """
         own = to_json(value)
         values, confirmations = _Received(), _Received()
@@ -94,9 +93,6 @@ class TorchProcessGroup:
         """Copy the `values` of rank 0 into those of all, which are on the CPU and alike in form. All ranks call it.
 
         Rank 0 sends to each rank by itself: a broadcast of gloo that lost a rank on its way leaves others waiting.
-
-        Raises:
-            RankError: rank 0 is gone; or, in rank 0 and when all others have the values, another one.
         """
         if self.rank:
             with _reaching(0):
@@ -149,11 +145,7 @@ class TorchProcessGroup:
         return work
 
     def _from_each(self, received: _Received) -> list[tuple[int, bytes]]:
-        """Return a message of each peer.
-
-        Raises:
-            RankError: one of them is gone.
-        """
+        """Return a message of each peer."""
         messages = []
         for _ in self._peers:
             peer, message = received.get()
@@ -188,11 +180,7 @@ class TorchProcessGroup:
 
 @contextmanager
 def _all_ranks_arrived() -> Iterator[None]:
-    """Wait for all ranks before the block, which makes a group: torch would wait minutes for a rank that is gone.
-
-    Raises:
-        RankError: one of them has ended, or has not come in time.
-    """
+    """Wait for all ranks before the block, which makes a group: torch would wait minutes for a rank that is gone."""
     registry = process_registry()
     number = registry.counts["new_group"] = registry.counts.get("new_group", 0) + 1
     keys = {rank: f"new_group-{number}/{rank}" for rank in range(registry.size)}
@@ -235,9 +223,6 @@ def torch_process_group() -> Iterator[TorchProcessGroup]:
 
     Their default process group is the initialised one, which is left as it is, or else the one that the environment
     describes, as torchrun sets it (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
-
-    Raises:
-        RankError: the others did not come, or cannot be reached.
     """
     is_ours = not dist.is_initialized()
     try:

@@ -46,12 +46,7 @@ class FolderTokenizer:
         is_raw: bool = False,
         system: str | None = None,
     ) -> FolderTokenizer:
-        """Read the tokenizer beside the weights. Code in the folder is never executed.
-
-        Raises:
-            MissingPackageError: transformers or tokenizers is not installed; the error names `asked_by`.
-            OptionError: there is no tokenizer that transformers can read, or `system` without a chat template.
-        """
+        """Read the tokenizer beside the weights. Code in the folder is never executed."""
         for package in ("transformers", "tokenizers"):
             require(package, asked_by=asked_by, extra="run")
         if not any((checkpoint.root / name).is_file() for name in _FILES):
@@ -84,12 +79,7 @@ class FolderTokenizer:
             raise OptionError(f"{what} needs a chat template; {reason}", hint="give the text with -p")
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt: by the chat template, or those of its text alone.
-
-        Raises:
-            OptionError: messages without a chat template, or messages that it refuses, or a token that the model has
-                no embedding of.
-        """
+        """Return the tokens of a prompt: by the chat template, or those of its text alone."""
         tokens = self._tokens_of(prompt)
         if self.vocabulary is not None and (unknown := max(tokens, default=0)) >= self.vocabulary:
             raise OptionError(

@@ -46,12 +46,7 @@ class ModelMaker:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, asked_by: str) -> ModelMaker:
-        """Return the factory for `checkpoint`. Code in the checkpoint's folder is never executed.
-
-        Raises:
-            MissingPackageError: transformers is not installed; the error names `asked_by`.
-            OptionError: there is no config.json, or it names no class that takes tokens.
-        """
+        """Return the factory for `checkpoint`. Code in the checkpoint's folder is never executed."""
         require("transformers", asked_by=asked_by, extra="run")
         if not scheme_of(checkpoint.root).is_local:
             hint = f"copy it first: bigload fetch {checkpoint.path}"
@@ -150,13 +145,7 @@ class PlannedModel:
         prefetch_bytes: int | None = None,
         resident_bytes: int | None = None,
     ) -> PlannedModel:
-        """Open the checkpoint and check the plan against it.
-
-        Raises:
-            MissingPackageError: transformers is not installed; the error names `asked_by`.
-            OptionError: transformers has no such model, or it does not take tokens.
-            PlanError: the plan is for another checkpoint.
-        """
+        """Open the checkpoint and check the plan against it."""
         planned = read_plan(Path(plan)) if isinstance(plan, str | Path) else plan
         opened = open_planned(planned, checkpoint, source=str(plan) if isinstance(plan, str | Path) else "the plan")
         return cls(
@@ -202,10 +191,6 @@ class PlannedModel:
 
         Args:
             empty: A model without values, as `empty` makes it; by default one is made.
-
-        Raises:
-            StateDictMismatchError: the model has other tensors than the checkpoint.
-            LoadError: the checkpoint cannot be loaded.
         """
         prefetch, resident = self.prefetch_bytes, self.resident_bytes
         model = self.empty() if empty is None else empty
@@ -234,11 +219,7 @@ class PlannedModel:
         return Method.MMAP if cached is not None and cached >= MOSTLY_CACHED else chosen
 
     def generation_config(self) -> Any:  # noqa: ANN401 - a class of transformers
-        """Return the settings of `generate` that are beside the weights, or those that the config implies.
-
-        Raises:
-            OptionError: generation_config.json cannot be read.
-        """
+        """Return the settings of `generate` that are beside the weights, or those that the config implies."""
         kind = import_module("transformers").GenerationConfig
         file = self.checkpoint.root / "generation_config.json"
         if not file.is_file():

@@ -47,9 +47,6 @@ def read_prompts(lines: Iterable[str], *, source: str) -> list[Prompt]:
     """Return the prompts in JSON lines such as `{"id": 1, "prompt": "..."}` or `{"messages": [...]}`.
 
     Empty lines are passed over, and keys that are not known.
-
-    Raises:
-        OptionError: a line is something else, or there is none; the error has the number of the line.
     """
     found = []
     for number, line in enumerate(lines, start=1):
@@ -73,9 +70,6 @@ def chosen_context(asked: int | None, *, planned: int, trained: int | None) -> i
         asked: What the user wants.
         planned: What the plan leaves room for; 0 if it was made for weights alone.
         trained: What the config says that the model was made for.
-
-    Raises:
-        OptionError: more is wanted than the plan or the model has.
     """
     if asked is None:
         return planned or min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
@@ -93,11 +87,7 @@ def chosen_context(asked: int | None, *, planned: int, trained: int | None) -> i
 
 
 def room_for_answer(prompt_tokens: int, *, wanted: int | None, context: int, where: str = "the prompt") -> int:
-    """Return how many tokens an answer can have: `wanted`, or all that the context leaves.
-
-    Raises:
-        OptionError: prompt and answer are longer than the context.
-    """
+    """Return how many tokens an answer can have: `wanted`, or all that the context leaves."""
     room = context - prompt_tokens
     if room < (wanted or 1):
         answer = "" if wanted is None else f" and its answer {wanted}"

@@ -115,9 +115,6 @@ class TextGenerator:
             on_text: What it raises ends the answer.
             is_stopped: Asked after each token; the answer ends when it is true.
             label: Goes into the answer.
-
-        Raises:
-            NotEnoughMemoryError: memory ended; the model cannot be used any more.
         """
         config = self._config
         config.max_new_tokens, config.max_length = max_new_tokens, None
@@ -146,11 +143,7 @@ class TextGenerator:
         )
 
     def forward(self, num_tokens: int) -> Answer:
-        """Run a model that generates nothing once, with random tokens.
-
-        Raises:
-            NotEnoughMemoryError: see `answer`.
-        """
+        """Run a model that generates nothing once, with random tokens."""
         inputs = self._planned.inputs(num_tokens)
         stream = _TokenStream(None, lambda _text: None, lambda: False)
         with self._measured(num_tokens, stream) as forwards, torch.no_grad():

@@ -27,10 +27,6 @@ def left_to_base(
     """Return what is written of `found` to `target`, and for a delta what is left to the base that `options` name.
 
     Tensors that a transform computes are written; those that are stored are compared, by digests or bytes.
-
-    Raises:
-        OptionError: a delta cannot be written with these options, or there is nothing to write, or nothing to leave.
-        CheckpointError, ManifestNotFoundError: the base is none; see `check_base`.
     """
     if options.base is None:
         return found, None

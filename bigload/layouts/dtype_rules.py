@@ -81,11 +81,7 @@ class DTypeRule:
         return {reason: tuple(found[reason]) for reason in Kept if reason in found}
 
     def check(self, tensors: Iterable[TensorInfo]) -> None:
-        """Raise if a pattern matches no tensor.
-
-        Raises:
-            OptionError: a pattern matches no plain floating-point tensor of `tensors`.
-        """
+        """Raise if a pattern matches no tensor."""
         if not self.keep_fp32:
             return
         names = [tensor.name for tensor in tensors if as_dtype(tensor, _FLOAT32).dtype == _FLOAT32]
@@ -96,12 +92,7 @@ class DTypeRule:
 
 
 def dtype_rule(dtype: str | DType | None, *, keep_fp32: Sequence[str] = ()) -> DTypeRule:
-    """Return the rule of the options `dtype`, text as `dtypes.parse_dtype` reads it, and `keep_fp32`.
-
-    Raises:
-        OptionError: `dtype` is unknown, or weights cannot be cast to it; `keep_fp32` is no list of patterns, or is
-            given without a dtype.
-    """
+    """Return the rule of the options `dtype`, text as `dtypes.parse_dtype` reads it, and `keep_fp32`."""
     if isinstance(keep_fp32, str) or not all(isinstance(pattern, str) and pattern for pattern in keep_fp32):
         raise OptionError.of("keep_fp32", keep_fp32, "a list of patterns of tensor names")
     if dtype is None:

@@ -64,12 +64,7 @@ class FolderFiles:
 
 
 def folder_files(checkpoint: Checkpoint, *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> FolderFiles:
-    """Return the files to fetch. `include` replaces the rule; patterns are of whole names, as in `hf download`.
-
-    Raises:
-        ReadError: a file is gone, or the service cannot be asked.
-        InvalidCheckpointError: the service lists names that leave the folder.
-    """
+    """Return the files to fetch. `include` replaces the rule; patterns are of whole names, as in `hf download`."""
     listing = _listing(checkpoint)
     own = {shard.file for shard in checkpoint.shards}
     listing |= {file: _identity(checkpoint, file) for file in own - listing.keys()}

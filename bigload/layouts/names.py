@@ -29,11 +29,7 @@ SCHEMA = "bigload.conversion/1.0"
 
 
 def named_tensors(checkpoint: Checkpoint, names: NameScheme | None) -> TensorsToWrite:
-    """Return the tensors of `checkpoint` under these names; `None` leaves them as they are.
-
-    Raises:
-        NamesUnknownError: the conversion is not known, loses something, or tensors contradict each other.
-    """
+    """Return the tensors of `checkpoint` under these names; `None` leaves them as they are."""
     if names is None:
         return TensorsToWrite.stored_in(checkpoint)
     recorded = _recorded(checkpoint)
@@ -111,11 +107,7 @@ def _with_the_rest(conversion: Conversion, checkpoint: Checkpoint) -> dict[str, 
 
 
 def _way_back(conversion: Conversion, checkpoint: Checkpoint) -> Conversion:
-    """Return what the stored tensors are made of once those of `conversion` are written.
-
-    Raises:
-        NamesUnknownError: parts of some are lost.
-    """
+    """Return what the stored tensors are made of once those of `conversion` are written."""
     stored, tensors = checkpoint.tensors, {}
     for name, tensor in conversion.tensors.items():
         if tensor == as_stored(stored[tensor.sources[0]]):  # also a view of a torch file, which is written row by row
@@ -143,11 +135,7 @@ def _document(way_back: Conversion, tensors: Mapping[str, TensorInfo | Assembled
 
 
 def _recorded(checkpoint: Checkpoint) -> Conversion | None:
-    """Return the way back that an earlier reshard wrote beside the tensors.
-
-    Raises:
-        NamesUnknownError: it is for other tensors, or cannot be read.
-    """
+    """Return the way back that an earlier reshard wrote beside the tensors."""
     path = checkpoint.root / CONVERSION_FILE
     if not is_there(path):
         return None

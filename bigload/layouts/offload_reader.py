@@ -120,11 +120,7 @@ def _open_dat(root: Path) -> OffloadFolder:
 
 
 def read_dat_index(root: Path) -> dict[str, object]:
-    """Return the `index.json` of the folder `root`, whose entries are still anything.
-
-    Raises:
-        InvalidCheckpointError: it is no JSON object of different names, too large, or cannot be read.
-    """
+    """Return the `index.json` of the folder `root`, whose entries are still anything."""
     path = root / DAT_INDEX
     try:
         index = parse_json(read_file(path, max_bytes=MAX_HEADER_BYTES))

@@ -35,9 +35,6 @@ class ReshardOptions:
     """Options of `bigload.reshard`, which describes them; `dtypes` is its `dtype` and `keep_fp32`.
 
     `stages` are the modules of each of `pp` stages, as a plan for ranks has them.
-
-    Raises:
-        OptionError: a number is too small.
     """
 
     layout: str | None = None
@@ -92,11 +89,7 @@ DEFAULTS = ReshardOptions()
 
 
 def parse_bytes(name: str, value: int | str | None) -> int | None:
-    """Return the bytes that the option `name` stands for, which may be text such as "2GB".
-
-    Raises:
-        OptionError: it is no size.
-    """
+    """Return the bytes that the option `name` stands for, which may be text such as "2GB"."""
     if not isinstance(value, str):
         return value
     try:
@@ -106,11 +99,7 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
 
 
 def parse_choice(name: str, value: str, choices: type[ChoiceT]) -> ChoiceT:
-    """Return the member of `choices` that the option `name` names.
-
-    Raises:
-        OptionError: there is none.
-    """
+    """Return the member of `choices` that the option `name` names."""
     try:
         return choices(value)
     except ValueError:

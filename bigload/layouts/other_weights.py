@@ -74,10 +74,6 @@ def other_weights(checkpoint: Checkpoint, *, taken: Collection[str]) -> OtherWei
     Args:
         checkpoint: Checkpoint whose folder is searched.
         taken: First parts of paths that the output has for itself.
-
-    Raises:
-        OptionError: files that are no copies cannot be copied: too large, links that leave the folder or lead
-            nowhere, or the output has a file of that name.
     """
     if Path(checkpoint.path).is_file():
         return OtherWeights()

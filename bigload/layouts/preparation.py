@@ -373,13 +373,7 @@ def _check_folders(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def output_folder(out: str | Path) -> Path:
-    """Return `out` as a path beside which the staging folder can be made.
-
-    Raises:
-        OutputExistsError: it has no name of its own, being `.`, `/` or `..`; or the name of a staging folder; or it is
-            the address of a service.
-        WriteError: the file system refuses such a name.
-    """
+    """Return `out` as a path beside which the staging folder can be made."""
     path = Path(out)
     if not scheme_of(path).is_local:
         hint = "name a folder of this machine, then upload it: hf upload, aws s3 cp --recursive"

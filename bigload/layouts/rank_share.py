@@ -109,11 +109,7 @@ class RankShare:
         self._writer: Writer | None = None
 
     def begin(self) -> dict[str, list[Any]]:
-        """Check what an interrupted run left, and create files in parts; return what is there of them, as JSON.
-
-        Raises:
-            ReadError, WriteError: the system refused.
-        """
+        """Check what an interrupted run left, and create files in parts; return what is there of them, as JSON."""
         self._kept = dict(self._recheck())
         kept = self._kept.values()
         self._result.kept_files = sum(each.record is not None for each in kept)
@@ -146,9 +142,6 @@ class RankShare:
 
         Args:
             there: What `begin` of all ranks returned.
-
-        Raises:
-            WriteError, ReadError, DamagedOutputError: see `Writer.write`.
         """
         assert self._writer is not None
         whole = [share.output for share in self._shares if share.output.file not in self._cut]
@@ -170,9 +163,6 @@ class RankShare:
 
         Args:
             written: What `write` of all ranks returned.
-
-        Raises:
-            WriteError, ReadError, DamagedOutputError: see `Writer.finish`.
         """
         assert self._writer is not None
         cut = []

@@ -43,11 +43,7 @@ _REASONS = {
 
 
 def layout_named(name: str) -> OutputLayout:
-    """Return the layout `name`.
-
-    Raises:
-        OptionError: there is none.
-    """
+    """Return the layout `name`."""
     if name not in LAYOUTS:
         raise OptionError.of("layout", str(name), f"one of {', '.join(LAYOUTS)}", hint=_REASONS.get(name))
     layout = LAYOUTS[name].layout

@@ -27,10 +27,6 @@ def check_scales(sources: SourceFiles, output: Output) -> None:
     """Read all scales and adapters that `output` is computed from, if they are on this machine.
 
     Those of a remote checkpoint would take a request each; they are checked when they are used.
-
-    Raises:
-        CheckpointError: a number in them is not finite.
-        ReadError: a file cannot be read.
     """
     if not sources.is_local:
         return

@@ -34,10 +34,6 @@ def open_source(
     Args:
         source: A plan or a checkpoint, or the path of one. A `.json` file that is no index is a plan.
         checkpoint: Where the checkpoint of a plan is, if not where the plan says.
-
-    Raises:
-        OptionError: `checkpoint` is given without a plan.
-        StalePlanError, InvalidPlanError, PlanNotFoundError, CheckpointError: `source` cannot be opened.
     """
     plan_file = None
     if isinstance(source, str | Path) and _is_plan_file(Path(source)):
@@ -54,12 +50,7 @@ def open_source(
 def ranks_of_plan(
     source: Plan | ParallelPlan | Checkpoint | str | Path, options: ReshardOptions
 ) -> tuple[Plan | Checkpoint | str | Path, ReshardOptions]:
-    """Return `source` and `options`; of a plan for ranks, or the path of one, its checkpoint and what it decides.
-
-    Raises:
-        OptionError: an option that the plan decides, or that would write other bytes than it counted.
-        StalePlanError, InvalidPlanError, CheckpointError: see `open_parallel_planned`.
-    """
+    """Return `source` and `options`; of a plan for ranks, or the path of one, its checkpoint and what it decides."""
     plan_file = None
     if isinstance(source, str | Path) and _is_plan_file(Path(source)) and is_parallel_plan(source):
         plan_file = Path(source)
@@ -107,11 +98,7 @@ def _path_of(written: str, plan_file: Path | None) -> Path:
 
 
 def lay_out(request: LayoutRequest) -> Output:
-    """Return the files of the layout that `request` names or implies.
-
-    Raises:
-        OptionError: options that contradict each other, or do not suit this source.
-    """
+    """Return the files of the layout that `request` names or implies."""
     options = request.options
     # Made only if they are cast: 92 000 of them take 20 MiB.
     cast: Collection[TensorInfo] = () if options.dtypes.dtype is None else request.checkpoint.tensors.values()

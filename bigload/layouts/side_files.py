@@ -51,11 +51,7 @@ class SideFile:
     dtype: DType | None = None
 
     def content(self) -> Iterator[bytes]:
-        """Yield the content of the copy.
-
-        Raises:
-            ReadError: the system refused, or the file was written to meanwhile.
-        """
+        """Yield the content of the copy."""
         if not scheme_of(self.path).is_local:
             yield from self._remote_content()
             return
@@ -97,10 +93,6 @@ def files_beside(
     Folders, such as those of chat templates or of a pooling layer, are copied if their files are small, and so are
     weights of other parts of the model (`other_weights.py`). Beside a file that was named by itself, and may lie
     among anything, only files with telling names come. Each folder of weights in the output gets the config too.
-
-    Raises:
-        ReadError: a file is not readable. They are copied last, so this is checked first.
-        OptionError: weights of other parts cannot be copied.
     """
     if checkpoint.components:
         return _files_beside_components(checkpoint, output, dtype)

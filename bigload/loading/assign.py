@@ -75,10 +75,6 @@ def match(
     """Return which of the wanted tensors goes where in `module`, without reading one.
 
     What stays on disk is left alone. `unexpected` and `problems` are what a conversion has found; see `Comparison`.
-
-    Raises:
-        StateDictMismatchError: there are problems; or `strict`, and something is missing, unexpected or of another
-            shape.
     """
     compared = compare(module, {want.name: want for want in selection.wanted}, selection.left_on_disk)
     found = replace(compared, unexpected=(*compared.unexpected, *unexpected), problems=tuple(problems))

@@ -37,10 +37,6 @@ def fill_buffers(
     """Take the memory that `schedule` asks for, fill it, and return it in the order of `schedule.buffers`.
 
     Or fill the `memory` that is there already, which is of that kind. `checks` compare digests on the way.
-
-    Raises:
-        NotEnoughMemoryError: a device has less left than it said.
-        ReadError: a file cannot be read to the end, or is not the one that was opened, or changed meanwhile.
     """
     files = sorted({buffer.file for buffer in schedule.buffers} | {job.file for job in schedule.jobs})
     is_remote = not scheme_of(checkpoint.root).is_local

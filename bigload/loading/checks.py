@@ -25,9 +25,6 @@ def current_fingerprints(
     """Return the fingerprints that those shards of `checkpoint` that are in `files` have now.
 
     `identities` gives what the files are now, where that was asked already.
-
-    Raises:
-        ReadError: one cannot be opened or read.
     """
     found, identity_of = list[ShardFingerprint](), identities or identities_now(checkpoint.root, files)
     for shard in checkpoint.shards:
@@ -42,12 +39,7 @@ def current_fingerprints(
 def check_unchanged(
     checkpoint: Checkpoint, files: Collection[str], identities: Callable[[str], SourceIdentity] | None = None
 ) -> None:
-    """Raise if one of `files` is no longer the one whose header gave the positions of the tensors.
-
-    Raises:
-        ReadError: it is not, or it cannot be read.
-        UnsupportedFormatError: only headers of its format are read.
-    """
+    """Raise if one of `files` is no longer the one whose header gave the positions of the tensors."""
     check_data_is_read(checkpoint)
     opened = {shard.file: of_shard(shard) for shard in checkpoint.shards}
     for now in current_fingerprints(checkpoint, files, identities):
@@ -58,11 +50,7 @@ def check_unchanged(
 
 @contextmanager
 def unchanged(checkpoint: Checkpoint, files: Sequence[str]) -> Iterator[None]:
-    """Read `files` of `checkpoint` in this context: they are those that were opened, and are the same at its end.
-
-    Raises:
-        ReadError: one is another than was opened, or changed meanwhile, or cannot be read.
-    """
+    """Read `files` of `checkpoint` in this context: they are those that were opened, and are the same at its end."""
     scheme_of(checkpoint.root).check_available(checkpoint.root, files)
     identity_of = identities_now(checkpoint.root, files)
     before = {file: identity_of(file) for file in files}
@@ -103,11 +91,7 @@ def signature(path: Path) -> tuple[int, int, int] | None:
 
 
 def check_memory(checkpoint: Checkpoint, schedule: Schedule, strategy: ReadStrategy) -> None:
-    """Raise if a device has too little free memory, before anything is taken or read.
-
-    Raises:
-        NotEnoughMemoryError: the first device that is short, RAM before accelerators.
-    """
+    """Raise if a device has too little free memory, before anything is taken or read."""
     is_staged = any(job.delivery is Delivery.STAGED for job in schedule.jobs) or strategy.method is Method.DIRECT
     staged = min(strategy.max_inflight_bytes, 2 * strategy.threads * strategy.block_bytes) if is_staged else 0
     check_ram(checkpoint.name, checkpoint.path, schedule.bytes_on(CPU) + staged)
@@ -119,11 +103,7 @@ def check_memory(checkpoint: Checkpoint, schedule: Schedule, strategy: ReadStrat
 
 
 def check_ram(name: str, path: str, num_bytes: int) -> None:
-    """Raise if this process cannot get `num_bytes` of RAM: what the machine has free, and what its groups may take.
-
-    Raises:
-        NotEnoughMemoryError: it cannot.
-    """
+    """Raise if this process cannot get `num_bytes` of RAM: what the machine has free, and what its groups may take."""
     _require(name, path, CPU, num_bytes, available_memory())
 
 

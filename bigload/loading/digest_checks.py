@@ -28,10 +28,6 @@ class DigestChecks:
         recorded: What they have to be.
         schedule: The reads, cut at the ends of tensors.
         in_steps: Cut reads into `STEP_BYTES`.
-
-    Raises:
-        ManifestNotFoundError: the manifest has no digest of a tensor.
-        OptionError: a tensor is read in part only.
     """
 
     def __init__(self, recorded: RecordedDigests, schedule: Schedule, *, in_steps: bool) -> None:
@@ -83,11 +79,7 @@ class DigestChecks:
         return _CheckedSource(self, file, source, STEP_BYTES if self._in_steps else None)
 
     def update(self, file: str, offset: int, views: Sequence[memoryview]) -> None:
-        """Digest the bytes of `file` from `offset` on that lie in `views`, without those that were digested before.
-
-        Raises:
-            DamagedOutputError: a tensor that ends here is not what the manifest says.
-        """
+        """Digest the bytes of `file` from `offset` on that lie in `views`, without those that were digested before."""
         tensors, starts = self._tensors[file], self._starts[file]
         for view in views:
             stop = offset + view.nbytes

@@ -73,10 +73,6 @@ def read(
         faults_ahead: Make memory ready in a thread of its own, ahead of the reads. It pays when they wait for a disk.
         checks: Checks digests of all that is read.
         on_progress: Called after every finished job.
-
-    Raises:
-        ReadError: a read failed or came back short. The other threads have stopped.
-        DamagedOutputError: a tensor is not what its digest says.
     """
     tally = Tally(schedule.num_bytes, on_progress)
     inflight = InflightPool(max_inflight_bytes)

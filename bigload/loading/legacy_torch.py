@@ -28,11 +28,6 @@ def load_legacy(paths: Iterable[str | Path]) -> dict[str, torch.Tensor]:
 
     `paths` are those of a `LegacyPickleError`; files in today's form among them are read as well. Tensors come as torch
     makes them: those that share memory in a file share it here. Values that are no tensors are left out.
-
-    Raises:
-        InvalidCheckpointError: a file asks for more than weights, is damaged, or holds no tensors by name; or two files
-            hold a tensor of one name.
-        ReadError: a file cannot be opened or read.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in map(Path, paths):
@@ -47,9 +42,6 @@ def as_checkpoint(path: str, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     """Return what `tensors` would be as a checkpoint, so that what is wanted of them is chosen as of any other.
 
     Their spans are lengths only.
-
-    Raises:
-        UnsupportedDTypeError: torch has read a dtype that no checkpoint has here (a quantised or complex one).
     """
     infos = {}
     for name, tensor in tensors.items():

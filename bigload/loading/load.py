@@ -157,12 +157,7 @@ def load(
 
 
 def digests_for(checkpoint: Checkpoint, *, verify: bool | str | Path) -> RecordedDigests | None:
-    """Return what `load` compares tensors with, if it is to `verify` them.
-
-    Raises:
-        ManifestNotFoundError: there is no manifest.
-        DamagedOutputError: it is none, or says other sizes or headers of files.
-    """
+    """Return what `load` compares tensors with, if it is to `verify` them."""
     if verify is False:
         return None
     if not checkpoint.shards:

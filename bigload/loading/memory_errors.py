@@ -19,11 +19,7 @@ def is_refusal(error: MemoryError | RuntimeError) -> bool:
 
 @contextmanager
 def memory_errors(what: str) -> Iterator[None]:
-    """Turn a refusal of memory into an error that names `what` was loaded; for `with`, and as a decorator.
-
-    Raises:
-        NotEnoughMemoryError: the block raised MemoryError, or a RuntimeError that says the same.
-    """
+    """Turn a refusal of memory into an error that names `what` was loaded; for `with`, and as a decorator."""
     try:
         yield
     except BigloadError:

@@ -49,11 +49,6 @@ def select(
 
     A `dtype` is for plain floating-point tensors; `planning.load_dtype` says which. A plan brings its own where none is
     given here.
-
-    Raises:
-        UnknownTensorError: `only` or `slices` name a tensor that is not there.
-        OptionError: a slice that the tensor does not have; a device that is none; a tensor without a device.
-        StalePlanError: the plan was made for another version of the checkpoint.
     """
     names = _names(view, only, slices or {})
     if isinstance(device, Plan):
@@ -115,11 +110,7 @@ def _devices(
 
 
 def planned_device(view: CheckpointView, name: str, plan: Plan) -> Device | None:
-    """Return the device of a tensor by a plan, which was made for the stored ones; `None` if it is left out.
-
-    Raises:
-        DeviceMapError: the tensor is made of several, which the plan has on different devices.
-    """
+    """Return the device of a tensor by a plan, which was made for the stored ones; `None` if it is left out."""
     sources = [source for source in view.sources(name) if not plan.leaves_out(source)]
     devices = {plan.device_of(source): source for source in sources}
     if len(devices) > 1:

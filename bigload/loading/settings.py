@@ -89,9 +89,6 @@ def settings(
         method: Else `BIGLOAD_LOADING_METHOD`, or `auto`.
         max_inflight: Bytes, or text such as `"256MiB"`. Else `BIGLOAD_MAX_INFLIGHT`, or 256 MiB.
         environ: Where variables are looked up.
-
-    Raises:
-        OptionError: a value that cannot be; the error names the argument or the variable.
     """
     return LoadSettings(
         threads=_first(threads, "threads", THREADS_VARIABLE, environ, _threads) or _threads_of_transformers(environ),

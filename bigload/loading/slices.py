@@ -99,9 +99,6 @@ def rows_between(tensor: TensorInfo, parts: Sequence[Slice], start: int, stop: i
 
     Without parts, of the whole tensor. In the order in which they lie in memory afterwards: of parts that are columns,
     those of one row before those of the next.
-
-    Raises:
-        ValueError: see `rows_of`.
     """
     if len(parts) < 2:
         yield from rows_of(tensor, parts[0] if parts else None).between(start, stop)

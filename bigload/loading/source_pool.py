@@ -31,11 +31,7 @@ class SourcePool:
 
     @contextmanager
     def lend(self, file: str) -> Iterator[ByteSource]:
-        """Give the source of a file, opened if it is not; it stays open while it is lent.
-
-        Raises:
-            ReadError: it cannot be opened.
-        """
+        """Give the source of a file, opened if it is not; it stays open while it is lent."""
         source = self._lent(file)
         try:
             yield source
@@ -93,11 +89,7 @@ class SourcePool:
 def opened_sources(
     files: Sequence[str], open_source: Callable[[str], ByteSource], *, limit: int = MAX_OPEN_FILES
 ) -> Iterator[SourcePool]:
-    """Give a pool with the first `limit` of `files` open; all are closed again, however this ends.
-
-    Raises:
-        ReadError: one cannot be opened; those that could are closed.
-    """
+    """Give a pool with the first `limit` of `files` open; all are closed again, however this ends."""
     pool = SourcePool(open_source, limit)
     try:
         for file in files[:limit]:

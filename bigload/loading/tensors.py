@@ -48,12 +48,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def parsed_dtype(dtype: str | torch.dtype | None) -> DType | None:
-    """Return the dtype that text or a torch dtype names.
-
-    Raises:
-        OptionError: neither safetensors nor torch has one of that name, or weights are not cast to it: see
-            `planning.load_dtype.CASTABLE`.
-    """
+    """Return the dtype that text or a torch dtype names."""
     if dtype is None:
         return None
     try:
@@ -76,11 +71,7 @@ def spread_dtypes(destination: Destination, spread: Spread) -> tuple[torch.dtype
 
 
 def check_dtypes(wanted: Iterable[RequestedTensor]) -> None:
-    """Raise before anything is read if torch cannot represent one of `wanted`.
-
-    Raises:
-        UnsupportedDTypeError: torch has no such dtype, or packs it along a dimension of odd length.
-    """
+    """Raise before anything is read if torch cannot represent one of `wanted`."""
     unsupported: dict[str, list[str]] = {}
     for want in wanted:
         for dtype in {want.tensor.dtype, want.dtype}:

@@ -36,9 +36,6 @@ def allocate(num_bytes: int) -> Buffer:
     The memory goes back to the system when its last user (a tensor, a view) is gone. From 2 MiB on the size is rounded
     up to whole huge pages: Linux starts a map at a huge page only if it is as long as some (since 6.7; before, up to
     2 MiB at both ends are ordinary pages).
-
-    Raises:
-        NotEnoughMemoryError: the system has no such piece of address space for this process.
     """
     if num_bytes == 0:
         return bytearray()  # the system maps no empty memory
@@ -58,9 +55,6 @@ def prefault(buffer: Buffer, start: int, stop: int) -> bool:
 
     May be called from any thread, also while others read into the same bytes; it releases the GIL.
     Returns `False` before Linux 5.14 and on other systems, which cannot: the first touch then faults, as usual.
-
-    Raises:
-        NotEnoughMemoryError: there is no memory for it.
     """
     if start >= stop:
         return True

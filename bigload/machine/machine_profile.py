@@ -126,11 +126,7 @@ class MachineProfile:
 
 
 def read_profile(path: Path) -> MachineProfile:
-    """Read the profile in the file at `path`, which names it.
-
-    Raises:
-        OptionError: it cannot be read, or holds something else.
-    """
+    """Read the profile in the file at `path`, which names it."""
     try:
         found = MachineProfile.from_json(read_text(path, max_bytes=_MAX_BYTES))
     except (OSError, DocumentError, ValueError) as error:

@@ -34,11 +34,7 @@ def keep_profile(path: str | Path, profile: MachineProfile) -> Path | None:
 
 
 def profile_named(name_or_file: str) -> MachineProfile:
-    """Return the profile of a known machine, or that in a file.
-
-    Raises:
-        OptionError: neither; the text lists the names.
-    """
+    """Return the profile of a known machine, or that in a file."""
     from bigload.machine.known_machines import KNOWN_MACHINES, known_machine
     from bigload.machine.machine_profile import read_profile
 

@@ -21,13 +21,7 @@ _GENERATION = "generation_config.json"
 
 
 def model_from_folder(folder: Path) -> nn.Module:
-    """Return the model of `folder` with its parameters on the meta device, and its settings for generation.
-
-    Raises:
-        CheckpointNotFoundError: there is no `config.json`, or it cannot be read.
-        OptionError: it names no class of the transformers that is installed.
-        MissingPackageError: transformers is not installed.
-    """
+    """Return the model of `folder` with its parameters on the meta device, and its settings for generation."""
     name = _class_name(folder)
     require("transformers", asked_by="parallelize of a folder", extra="run")
     transformers = import_module("transformers")

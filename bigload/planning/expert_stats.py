@@ -41,9 +41,6 @@ class ExpertStats:
         """Raise unless the model has all recorded experts: `num_experts` are its numbers of experts by module.
 
         With `is_complete`, raise as well unless all experts of the model are recorded.
-
-        Raises:
-            OptionError: the record is of another model.
         """
         other = [
             f"{name} has {counted(num_experts.get(name, 0), 'expert')}, recorded were {len(uses)}"
@@ -69,11 +66,7 @@ class ExpertStats:
 
     @classmethod
     def read(cls, path: Path) -> ExpertStats:
-        """Read the file at `path`.
-
-        Raises:
-            OptionError: it cannot be read, or holds something else.
-        """
+        """Read the file at `path`."""
         try:
             document = check_schema(parse_json(read_file(path, max_bytes=_MAX_BYTES)), SCHEMA)
             return cls(uses=_uses(document.get("experts")))

@@ -28,9 +28,6 @@ def llama_cpp_arguments(plan: Plan, checkpoint: Checkpoint) -> str:
     """Return the arguments, quoted for a shell, with which llama.cpp places tensors as `plan` does.
 
     Where a plan has the experts of one tensor on several devices, all are where the slowest is.
-
-    Raises:
-        OptionError: llama.cpp's names are not known for such a model, or it has no buffers for a device.
     """
     placed = _placed(plan, checkpoint)
     if not any(device.is_accelerator for device in placed.values()):

@@ -40,12 +40,7 @@ class Renaming:
 def in_memory_names(
     device_map_keys: Sequence[str], tensors: Mapping[str, TensorInfo], config: Mapping[str, object] | None
 ) -> Renaming:
-    """Return what transformers calls the modules and parameters that a checkpoint calls `device_map_keys`.
-
-    Raises:
-        NamesUnknownError: the class of the model is not known, or the config does not say which one it is; or several
-            tensors have the same name there.
-    """
+    """Return what transformers calls the modules and parameters that a checkpoint calls `device_map_keys`."""
     model = ModelClass.of(config)
     keys = _without_nested(_names_in_memory(model, device_map_keys, tensors))
     unbuilt = [key for key in device_map_keys if key not in keys]
@@ -57,11 +52,7 @@ def in_memory_names(
 
 
 def rename_device_map(device_map: Mapping[str, T], renaming: Renaming) -> dict[str, T]:
-    """Return `device_map` in the names of `renaming`: without what it leaves out, with what it adds.
-
-    Raises:
-        NamesUnknownError: modules that are one in memory are on several devices.
-    """
+    """Return `device_map` in the names of `renaming`: without what it leaves out, with what it adds."""
     renamed: dict[str, T] = {}
     for key, device in device_map.items():
         for name in renaming.keys.get(key, ()):

@@ -82,12 +82,7 @@ class PlanOptions:
     lora: tuple[Adapter, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what contradicts itself.
-
-        Raises:
-            OptionError: an unknown policy, a negative overhead, or experts apart under a policy that keeps them
-                with their block.
-        """
+        """Check what contradicts itself."""
         entry = policy_named(self.policy)
         if self.overhead is not None and self.overhead < 0:
             raise OptionError(f"an overhead of {self.overhead} bytes: it cannot be less than nothing")
@@ -148,8 +143,6 @@ def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
     """Return the options that words describe: sizes as `units.parse_size` reads them, dtypes as `dtypes.parse_dtype`.
 
     Raises:
-        OptionError: a word that is not known, a number out of bounds, keywords that contradict each other.
-        AdapterError: a folder of `lora` is no LoRA adapter.
         TypeError: a keyword that is not one of `PlanKeywords`.
     """
     unknown = keywords.keys() - PlanKeywords.__annotations__.keys()
@@ -242,11 +235,7 @@ def _dtype(name: str, value: DType | str | None) -> DType | None:
 
 
 def _load_dtype(value: DType | str | None) -> DType | None:
-    """Return the dtype that weights are cast to, if it is one.
-
-    Raises:
-        OptionError: it is none, or one of too few bits.
-    """
+    """Return the dtype that weights are cast to, if it is one."""
     try:
         found = _dtype("dtype", value)
         Workload(load_dtype=found)

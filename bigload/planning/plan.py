@@ -238,11 +238,7 @@ def _as_peers_say(device: Device) -> str | int:
 
 
 def recount(plan: Plan, tensors: Mapping[str, TensorInfo]) -> dict[Device, int]:
-    """Return the bytes of `tensors` per device under `plan`'s device map, counted as they are loaded.
-
-    Raises:
-        InvalidPlanError: a tensor has no device, or one on a device that the plan does not list.
-    """
+    """Return the bytes of `tensors` per device under `plan`'s device map, counted as they are loaded."""
     totals = {use.device: 0 for use in plan.devices}
     shared = frozenset(plan.shared)
     homes: dict[str, Device | None] = {**plan.homes, **dict.fromkeys(plan.left_out)}

@@ -149,12 +149,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def plan_text(path: str | Path) -> str:
-    """Return the text of the plan file at `path`.
-
-    Raises:
-        PlanNotFoundError: there is no such file, or it cannot be read.
-        InvalidPlanError: it is larger than any plan.
-    """
+    """Return the text of the plan file at `path`."""
     try:
         return read_file(Path(path), max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS)
     except ValueError as error:
@@ -193,11 +188,7 @@ def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
 
 
 def parse_plan(text: str, schema: str, make: Callable[[dict[str, object]], P], *, source: str) -> P:
-    """Return what `make` makes of a plan's `text`.
-
-    Raises:
-        InvalidPlanError: no document of this `schema`, or `make` finds something wrong in it.
-    """
+    """Return what `make` makes of a plan's `text`."""
     try:
         document = check_schema(parse_json(text), schema)
     except ValueError as error:
@@ -221,11 +212,6 @@ def open_planned(
         plan: Without one, the checkpoint is only opened.
         path: Where the checkpoint is, or the checkpoint itself; where the plan says when left out.
         source: Name of the plan in errors.
-
-    Raises:
-        StalePlanError: files were changed, removed or added since.
-        InvalidPlanError: see `check_plan`.
-        CheckpointError: there is no such folder, or the system refused to read it.
     """
     if path is None:
         assert plan is not None, "a plan or a path says where the checkpoint is"
@@ -240,12 +226,7 @@ def open_planned(
 def open_unchanged(
     shards: Sequence[ShardFingerprint], path: str | Path | Checkpoint, *, source: str = "the plan"
 ) -> Checkpoint:
-    """Open the checkpoint at `path`, which had `shards` when the plan was made.
-
-    Raises:
-        StalePlanError: files are gone, or no longer valid.
-        CheckpointError: there is no such folder, or the system refused to read it.
-    """
+    """Open the checkpoint at `path`, which had `shards` when the plan was made."""
     try:
         return path if isinstance(path, Checkpoint) else open_checkpoint(path)
     except (CheckpointNotFoundError, InvalidCheckpointError, LegacyPickleError) as error:
@@ -258,12 +239,7 @@ def open_unchanged(
 
 
 def check_subject(plan: PlannedCheckpoint, checkpoint: Checkpoint, *, source: str) -> None:
-    """Raise unless `checkpoint` is the one that a plan of any kind was made for, and what it leaves out can be.
-
-    Raises:
-        StalePlanError: shards changed, vanished or came; `.changes` has a line for each.
-        InvalidPlanError: the checkpoint has other bytes, or a forward pass runs what the plan leaves out.
-    """
+    """Raise unless `checkpoint` is the one that a plan of any kind was made for, and what it leaves out can be."""
     differences = changes(plan.shards, fingerprint(checkpoint))
     if differences:
         hint = _new_plan_hint(checkpoint.path, source)
@@ -294,12 +270,7 @@ def _differences(
 
 
 def check_plan(plan: Plan, checkpoint: Checkpoint, *, source: str = "the plan") -> None:
-    """Raise unless `plan` was made for `checkpoint` as it is now, and its figures are right.
-
-    Raises:
-        StalePlanError: shards changed, vanished or came; `.changes` has a line for each.
-        InvalidPlanError: the device map leaves a tensor out, or holds other bytes than the plan claims.
-    """
+    """Raise unless `plan` was made for `checkpoint` as it is now, and its figures are right."""
     if plan.options.quantize:
         scheme = plan.options.quantize
         hint = f"write them first (bigload reshard {checkpoint.path} OUT --quantize {scheme}), then plan OUT"

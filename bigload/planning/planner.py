@@ -78,12 +78,7 @@ class PlanDetails(NamedTuple):
 
 
 def plan_details(checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) -> PlanDetails:
-    """Make a plan and keep what it was made of.
-
-    Raises:
-        DoesNotFitError: no placement keeps every limit.
-        OptionError: the wishes cannot be met for this model.
-    """
+    """Make a plan and keep what it was made of."""
     structure = read_structure(checkpoint, options)
     solution = place(structure, budget, options)
     if isinstance(solution, Misfit):
@@ -112,11 +107,7 @@ def problem_of(
 
 
 def place(structure: ModelStructure, budget: MemoryBudget, options: PlanOptions) -> Solution | Misfit:
-    """Place a model, with its experts apart from their blocks where that is asked for or streams less per token.
-
-    Raises:
-        OptionError: recorded uses of experts are those of another model.
-    """
+    """Place a model, with its experts apart from their blocks where that is asked for or streams less per token."""
     plain = _place(structure, budget, options)
     if options.expert_stats is None:
         return plain

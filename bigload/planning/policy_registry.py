@@ -64,11 +64,7 @@ def register_policy(name: str, entry: PolicyEntry) -> None:
 
 
 def policy_named(name: str) -> PolicyEntry:
-    """Return the policy called `name`.
-
-    Raises:
-        OptionError: there is none.
-    """
+    """Return the policy called `name`."""
     if name not in POLICIES:
         raise OptionError(f"no policy {name!r}", hint=f"known are {', '.join(POLICIES)}")
     return POLICIES[name]

@@ -12,11 +12,7 @@ from bigload.errors import OptionError
 
 
 def as_quantised(checkpoint: Checkpoint, scheme: str) -> Checkpoint:
-    """Return `checkpoint` with the tensors and the config that it would have; spans of those not written are empty.
-
-    Raises:
-        OptionError: it cannot be quantised to `scheme`.
-    """
+    """Return `checkpoint` with the tensors and the config that it would have; spans of those not written are empty."""
     method = quantisation_of(checkpoint)
     if method is not None:
         raise OptionError.of("dtype", scheme, f"plain weights; these are {method}")

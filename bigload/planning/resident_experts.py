@@ -75,11 +75,7 @@ def layers_of(structure: ModelStructure, recorded: Mapping[str, object]) -> tupl
 
 
 def checked_layers(structure: ModelStructure, stats: ExpertStats) -> tuple[LayerExperts, ...]:
-    """Return the routed experts of a model whose uses `stats` has recorded.
-
-    Raises:
-        OptionError: `stats` is of another model, or of a part of this one.
-    """
+    """Return the routed experts of a model whose uses `stats` has recorded."""
     layers = layers_of(structure, stats.uses)
     stats.check({layer.name: layer.num_experts for layer in layers}, is_complete=True)
     return layers

@@ -42,12 +42,7 @@ class Workload:
     attention: Attention | None = None
 
     def __post_init__(self) -> None:
-        """Check the bounds.
-
-        Raises:
-            OptionError: a number out of bounds or not a number, a dtype that holds no keys and values, or to which
-                weights are not cast, an unknown implementation of attention.
-        """
+        """Check the bounds."""
         _check_count("context", self.context, at_least=0, at_most=MAX_CONTEXT, of="tokens")
         _check_count("batch", self.batch, at_least=1, at_most=MAX_BATCH, of="sequences")
         _check_dtype("kv_dtype", self.kv_dtype)

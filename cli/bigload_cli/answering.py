@@ -69,11 +69,7 @@ class AnswerWishes:
     color: ColorMode
 
     def tokenizer(self, planned: PlannedModel) -> FolderTokenizer | None:
-        """Return the tokenizer, which random tokens need not.
-
-        Raises:
-            OptionError: there is none, or no chat template for a conversation.
-        """
+        """Return the tokenizer, which random tokens need not."""
         if self.random_tokens is not None:
             return None
         tokenizer = FolderTokenizer.of(
@@ -88,11 +84,7 @@ class AnswerWishes:
         return tokenizer
 
     def question(self, prompt: Prompt, tokenizer: FolderTokenizer, *, max_new_tokens: int | None) -> Question:
-        """Return a prompt in tokens.
-
-        Raises:
-            OptionError: it cannot be asked by this tokenizer, or finds no room in the context.
-        """
+        """Return a prompt in tokens."""
         tokens = tokenizer.tokens_of(prompt)
         if not tokens:
             raise OptionError(f"{prompt.where} has no tokens")
@@ -126,12 +118,7 @@ class Answering:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, plan: Plan | None, wishes: AnswerWishes) -> Answering:
-        """Check everything that can be checked before weights are loaded.
-
-        Raises:
-            MissingPackageError: transformers is not installed.
-            OptionError: the model has no class, text or tokenizer, or a prompt finds no room.
-        """
+        """Check everything that can be checked before weights are loaded."""
         planned = PlannedModel.open(
             checkpoint,
             plan,
@@ -154,11 +141,7 @@ class Answering:
         return self.wishes.random_tokens or (len(self.questions[0].tokens) if self.questions else None)
 
     def run(self) -> RunReport:
-        """Load the model and have it answer.
-
-        Raises:
-            StoppedError: Ctrl-C; the text says what has been answered.
-        """
+        """Load the model and have it answer."""
         with ExitStack() as sampled:
             memory = sampled.enter_context(MemorySampler()) if self.wishes.measures else None
             try:

@@ -16,11 +16,7 @@ _ENDS = ("/exit", "/bye", "/quit")
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield lines until the input ends or one asks for the end; a terminal is asked for each.
-
-    Raises:
-        OptionError: the input is no text.
-    """
+    """Yield lines until the input ends or one asks for the end; a terminal is asked for each."""
     is_terminal = sys.stdin.isatty()
     while True:
         try:
@@ -41,11 +37,7 @@ def typed_lines() -> Iterator[str]:
 
 
 def stdin_text() -> str:
-    """Return all of stdin, less the line feed at its end.
-
-    Raises:
-        OptionError: it is no text.
-    """
+    """Return all of stdin, less the line feed at its end."""
     with _decoding_errors():
         return sys.stdin.read().removesuffix("\n")
 

@@ -88,11 +88,7 @@ ColorOption = Annotated[ColorMode, typer.Option("--color", help="When to colour.
 
 
 def size_option(name: str, text: str, *, at_least: int = 1) -> int:
-    """Return the bytes that the value of a size option stands for.
-
-    Raises:
-        OptionError: not a size, or one below `at_least` bytes.
-    """
+    """Return the bytes that the value of a size option stands for."""
     try:
         size = parse_size(text)
     except ValueError as error:
@@ -105,22 +101,14 @@ def size_option(name: str, text: str, *, at_least: int = 1) -> int:
 
 
 def bytes_in_flight(text: str | None, default: int) -> int:
-    """Return the bytes that the value of `--max-memory-in-flight` stands for.
-
-    Raises:
-        OptionError: not a size, or too few for one thread.
-    """
+    """Return the bytes that the value of `--max-memory-in-flight` stands for."""
     from bigload.layouts.options import LEAST_BYTES_PER_THREAD
 
     return default if text is None else size_option("--max-memory-in-flight", text, at_least=LEAST_BYTES_PER_THREAD)
 
 
 def thread_counts(text: str) -> tuple[int, ...]:
-    """Return the counts in a list such as `1,2,4`.
-
-    Raises:
-        typer.BadParameter: not a list of whole numbers of 1 or more.
-    """
+    """Return the counts in a list such as `1,2,4`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= 256 for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of thread counts from 1 to 256, such as 1,2,4")

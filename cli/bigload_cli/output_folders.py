@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def say_lack_of_space(prepared: PreparedReshard) -> None:
-    """Warn after a dry run if the disk has too little room.
-
-    Raises:
-        Exit: with the code of an answer that is no.
-    """
+    """Warn after a dry run if the disk has too little room."""
     error = prepared.lack_of_space
     if error is not None:
         say(f"warning: {printable('; '.join([error.message, *error.details]))}")
@@ -32,13 +28,7 @@ def say_lack_of_space(prepared: PreparedReshard) -> None:
 
 
 def confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool = True) -> None:
-    """Ask once whether to destroy what `--force` destroys, if there is anything.
-
-    Raises:
-        NotEnoughSpaceError: nothing can be written anyway.
-        OutputExistsError: there is no terminal to ask on, and `--yes` was not given.
-        StoppedError: the answer was no.
-    """
+    """Ask once whether to destroy what `--force` destroys, if there is anything."""
     from bigload.errors import OutputExistsError
     from bigload_cli.views.reshard import destroyed
 
@@ -58,11 +48,7 @@ def confirm(prepared: PreparedReshard, *, yes: bool, may_ask: bool = True) -> No
 
 @contextmanager
 def interruptible(prepared: PreparedReshard, *, how: str) -> Iterator[None]:
-    """Write in this context; Ctrl-C and SIGTERM, which schedulers, systemd and torchrun send, end it alike.
-
-    Raises:
-        StoppedError: one of them did. It says what is kept, and `how` to go on.
-    """
+    """Write in this context; Ctrl-C and SIGTERM, which schedulers, systemd and torchrun send, end it alike."""
     came: list[int] = []
 
     def interrupt(number: int, _frame: FrameType | None) -> None:

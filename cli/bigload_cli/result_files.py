@@ -28,9 +28,6 @@ def answers_on_stdout(paths: Sequence[Path | None], *, as_json: bool = False) ->
     Args:
         paths: Where results go; None for what was not asked for.
         as_json: Whether `--json` asks for another document on stdout.
-
-    Raises:
-        OptionError: two results for one file, or for stdout.
     """
     wanted = [path for path in paths if path is not None]
     num_answers = sum(map(is_stdout, wanted))
@@ -46,11 +43,6 @@ def check_results(paths: Sequence[Path | None], *, made_by: str, as_json: bool =
 
     Returns:
         Whether one of them goes to stdout, in place of the table.
-
-    Raises:
-        OptionError: two results for one file.
-        OutputExistsError: the file exists and was not made by bigload.
-        WriteError: the folder does not exist, or is not writable.
     """
     on_stdout = answers_on_stdout(paths, as_json=as_json)
     for path in paths:
@@ -77,11 +69,7 @@ def _is_ours(path: Path, made_by: str) -> bool:
 
 
 def write_results(results: Sequence[tuple[Path | None, Callable[[], str | bytes]]]) -> list[Path]:
-    """Write each result that has a path; return the paths in that order.
-
-    Raises:
-        WriteError: the system refused.
-    """
+    """Write each result that has a path; return the paths in that order."""
     written = []
     for path, make in results:
         if path is not None:
@@ -91,11 +79,7 @@ def write_results(results: Sequence[tuple[Path | None, Callable[[], str | bytes]
 
 
 def write_result(path: Path, content: str | bytes) -> None:
-    """Write `content` to a file, whole or not at all, or to stdout.
-
-    Raises:
-        WriteError: the system refused.
-    """
+    """Write `content` to a file, whole or not at all, or to stdout."""
     if is_stdout(path):
         from bigload_cli.output import print_bytes
 

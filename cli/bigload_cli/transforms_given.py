@@ -27,11 +27,7 @@ class OrderedCommand(TyperCommand):
 
 
 def check_once(ctx: typer.Context, options: Iterable[str]) -> None:
-    """Raise if one of `options` was given several times, of which the parser keeps the last value only.
-
-    Raises:
-        OptionError: it is so.
-    """
+    """Raise if one of `options` was given several times, of which the parser keeps the last value only."""
     for option in options:
         count = ctx.meta[_OPTIONS].count(option)
         if count > 1:
@@ -41,11 +37,7 @@ def check_once(ctx: typer.Context, options: Iterable[str]) -> None:
 def transforms_given(
     ctx: typer.Context, values: Mapping[str, Sequence[str]], made_by: Mapping[str, Callable[[str], Transform]]
 ) -> Iterator[Transform]:
-    """Yield the transforms that `made_by` makes of the `values` of each option, in the order of the command line.
-
-    Raises:
-        OptionError: a value makes none.
-    """
+    """Yield the transforms that `made_by` makes of the `values` of each option, in the order of the command line."""
     left = {option: iter(given) for option, given in values.items()}
     for option in ctx.meta[_OPTIONS]:
         if option in left and (value := next(left[option], None)) is not None:
@@ -53,22 +45,14 @@ def transforms_given(
 
 
 def check_beside(option: str, value: str | None, depending: Mapping[str, Sequence[str] | None]) -> None:
-    """Raise if one of the options `depending` is given, and not `option`, without which it means nothing.
-
-    Raises:
-        OptionError: it is so.
-    """
+    """Raise if one of the options `depending` is given, and not `option`, without which it means nothing."""
     for other, given in depending.items():
         if given and value is None:
             raise OptionError.of(other, given, f"{option} along with it")
 
 
 def metadata_given(texts: Sequence[str]) -> dict[str, str]:
-    """Return what `--set-metadata KEY=VALUE` says.
-
-    Raises:
-        OptionError: a text is not of this form, or a key is given twice.
-    """
+    """Return what `--set-metadata KEY=VALUE` says."""
     found: dict[str, str] = {}
     for text in texts:
         key, divider, value = text.partition("=")

@@ -148,11 +148,7 @@ def main_files() -> tuple[str, ...]:
 
 
 def check_data_is_read(checkpoint: Checkpoint) -> None:
-    """Raise if `checkpoint` is in a format of which only headers are read.
-
-    Raises:
-        UnsupportedFormatError: it is.
-    """
+    """Raise if `checkpoint` is in a format of which only headers are read."""
     for form in {shard.format for shard in checkpoint.shards}:
         if form in FORMATS and not FORMATS[form].has_data_read:
             title = FORMATS[form].title
@@ -172,7 +168,6 @@ def read_shard_header(
     A remote file's first `guess` bytes are fetched at once.
 
     Raises:
-        InvalidCheckpointError: the file breaks the format.
         LegacyFileError: it is a bare pickle of torch before 1.6.
         OSError: it cannot be opened or read.
     """

@@ -69,7 +69,6 @@ def refuse_other_file(path: Path) -> None:
     """Raise if the file at `path` is in a format that is known and not read.
 
     Raises:
-        UnsupportedFormatError: it is.
         OSError: it cannot be read.
     """
     if not path.is_file():  # a device or a pipe; the reader says so
@@ -89,11 +88,7 @@ def _unread() -> list[_OtherFormat]:
 
 
 def refuse_other_folder(shown: str, names: Sequence[str]) -> None:
-    """Raise if a folder with the files `names` holds weights in a format that is known and not read.
-
-    Raises:
-        UnsupportedFormatError: it does.
-    """
+    """Raise if a folder with the files `names` holds weights in a format that is known and not read."""
     for other in _unread():
         found = [name for name in names if name.lower().endswith(other.suffixes)]
         if found:
@@ -108,9 +103,6 @@ def refuse_deepspeed(root: Path, shown: str, names: Sequence[str]) -> None:
     """Raise if a folder with the files `names` is what DeepSpeed ZeRO saved: weights in parts, beside optimizer states.
 
     Such a folder has `zero_to_fp32.py` and `latest`, the name of the folder with `*_optim_states.pt`.
-
-    Raises:
-        UnsupportedFormatError: it is.
     """
     parts = [name for name in names if name.endswith("_optim_states.pt")]
     if not parts and "zero_to_fp32.py" not in names and not _names_a_step(root, names):

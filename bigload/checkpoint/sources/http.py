@@ -142,7 +142,6 @@ def requested(url: str, headers: Mapping[str, str], *, method: str = "GET") -> I
     Raises:
         HttpStatusError: the server refused for good.
         TemporaryError: it did for now, or the connection failed, also while the body is read in this context.
-        ReadError: the certificate is not trusted, or the client is offline.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
@@ -246,7 +245,6 @@ def read_document(url: str, headers: Mapping[str, str], location: Path | str, *,
 
     Raises:
         HttpStatusError: the server refused for good.
-        ReadError: it could not be reached, or the body has more than `max_bytes`.
     """
     retries = Retries(location)
     while True:

@@ -54,12 +54,7 @@ def identities_now(root: Path, files: Collection[str]) -> Callable[[str], Source
 
 
 def is_there(location: Path) -> bool:
-    """Return whether there is a file at a local or pinned location.
-
-    Raises:
-        AccessDeniedError: a service refuses it to this user.
-        ReadError: the service cannot be asked.
-    """
+    """Return whether there is a file at a local or pinned location."""
     if scheme_of(location).is_local:
         return location.exists()
     try:

@@ -38,11 +38,7 @@ class Retries:
         self._done = 0
 
     def failed(self, error: TemporaryError, done: int) -> None:
-        """Return when it is time to try again; `done` bytes have come so far.
-
-        Raises:
-            ReadError: too many tries in a row brought nothing.
-        """
+        """Return when it is time to try again; `done` bytes have come so far."""
         # A pause that the server asked for is not a failure.
         self._fruitless = 0 if done > self._done else self._fruitless + (error.wait is None)
         self._done = done
@@ -100,7 +96,6 @@ class RangedSource:
 
         Raises:
             TemporaryError: the service failed for now, also in the context.
-            BigloadError: it failed for good.
         """
         raise NotImplementedError
 

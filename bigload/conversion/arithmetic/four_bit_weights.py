@@ -99,11 +99,7 @@ class FourBitWeights:
         return rows
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
-        """Return the weights.
-
-        Raises:
-            CheckpointError: a scale is not finite.
-        """
+        """Return the weights."""
         import torch
 
         packed, absmax, *nested = (each.flatten() for each in operands)

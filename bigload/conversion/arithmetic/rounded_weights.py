@@ -59,11 +59,7 @@ class Rounding:
         return rows // self.block[0], columns // (self.block[1] or columns)
 
     def scales(self, values: torch.Tensor, name: str, scratch: Scratch) -> torch.Tensor:
-        """Return the scales of whole blocks of `values`, as they are stored.
-
-        Raises:
-            CheckpointError: a value is not finite.
-        """
+        """Return the scales of whole blocks of `values`, as they are stored."""
         import torch
 
         largest = self._largest(values, name, scratch)
@@ -74,11 +70,7 @@ class Rounding:
         return torch.where(scales == 0, torch.tensor(torch.finfo(scales.dtype).eps, dtype=scales.dtype), scales)
 
     def codes(self, values: torch.Tensor, name: str, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the numbers of whole blocks of `values`, [rows, columns], or [rows, words], and their scales.
-
-        Raises:
-            CheckpointError: a value is not finite.
-        """
+        """Return the numbers of whole blocks of `values`, [rows, columns], or [rows, words], and their scales."""
         import torch
 
         if self.is_by_block:
@@ -208,11 +200,7 @@ class RoundedWeights:
         return (OperandRows(self.source, start, stop),)
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
-        """Return the numbers.
-
-        Raises:
-            CheckpointError: a value is not finite.
-        """
+        """Return the numbers."""
         codes, scales = self.rounding.codes(_stored_form(self.source, operands[0]), self.source.name, scratch)
         num_rows = self.rounding.grid(*shape_of(self.source))[0]
         self.scales.put(self.source.name, start // self.row_multiple, scales, num_rows)
@@ -243,11 +231,7 @@ class ScalesOfWeights:
         return self.scales.take(self.source.name, start, stop)
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
-        """Return the scales.
-
-        Raises:
-            CheckpointError: a value is not finite.
-        """
+        """Return the scales."""
         return self.rounding.scales(_stored_form(self.source, operands[0]), self.source.name, scratch)
 
 

@@ -58,11 +58,7 @@ class ScaledWeights:
         return rows
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
-        """Return the weights.
-
-        Raises:
-            CheckpointError: a scale is not finite.
-        """
+        """Return the weights."""
         stored, scale, *zero_point = operands
         values = _unpacked(stored, self.bits)[:, : self.columns] if self.bits else stored.float()
         if zero_point:

@@ -64,11 +64,7 @@ class PackedIntegers:
         return [OperandRows(each, 0, num_rows(each), is_recent=True) for each in self.operands]
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
-        """Return the weights.
-
-        Raises:
-            CheckpointError: a scale is not finite, or there is no such group.
-        """
+        """Return the weights."""
         words, zeros, scales, *groups = operands
         scale = scales[:, start:stop].float()
         if not bool(scale.isfinite().all()):
@@ -130,11 +126,7 @@ class TransposedMxfp4:
         ]
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
-        """Return the weights.
-
-        Raises:
-            CheckpointError: a scale is no number.
-        """
+        """Return the weights."""
         import torch
 
         _, outputs, groups, _ = self.blocks.shape

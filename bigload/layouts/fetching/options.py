@@ -16,11 +16,7 @@ DEFAULT_MAX_INFLIGHT = 128 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOptions:
-    """Options of `bigload.fetch`, which describes them.
-
-    Raises:
-        OptionError: options that contradict each other, or go together and are not all there.
-    """
+    """Options of `bigload.fetch`, which describes them."""
 
     only: tuple[str, ...] = ()
     include: tuple[str, ...] = ()

@@ -37,12 +37,7 @@ LAYOUT = "files"
 def fetched_output(
     checkpoint: Checkpoint, files: FolderFiles, options: FetchOptions, plan: Plan | None
 ) -> tuple[Output, PartDescription | None]:
-    """Return the files to write, and of what they are a part; `plan` is that of the options, opened.
-
-    Raises:
-        OptionError: nothing has such a name, the plan puts nothing on a device, or the options contradict each other.
-        PartitionError: the model cannot be divided among `tp` ranks.
-    """
+    """Return the files to write, and of what they are a part; `plan` is that of the options, opened."""
     if options.only or options.rank is not None or plan is not None:
         refuse_pipeline(checkpoint, asked="part by tensors, rank or device")
     beside, config = dict(files.beside), files.beside.get("config.json")
@@ -119,11 +114,7 @@ def _file_of(
 
 
 def _named(known: Collection[str], asked: Iterable[str]) -> Iterator[str]:
-    """Yield the names that are asked for: of tensors, of modules for all that is in them, or patterns of either.
-
-    Raises:
-        OptionError: some of what is asked for stands for nothing.
-    """
+    """Yield the names that are asked for: of tensors, of modules for all that is in them, or patterns of either."""
     unknown = []
     for pattern in asked:
         found = [

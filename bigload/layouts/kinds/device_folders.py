@@ -34,9 +34,6 @@ def lay_out(request: LayoutRequest) -> Output:
     A file ends before the tensor that would take its data past `max_shard_bytes`, one larger tensor has a file of its
     own; `None` is for one file per device. A dtype other than what the plan counted with makes its budget wrong.
     The documents are the plan for the output, the folders' indexes, and last the root's.
-
-    Raises:
-        InvalidPlanError: a tensor has no device.
     """
     plan = request.plan
     assert plan is not None, "needs_plan"

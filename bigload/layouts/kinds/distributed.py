@@ -20,11 +20,7 @@ from bigload.planning.plan import Plan
 
 
 def lay_out(request: LayoutRequest) -> Output:
-    """Return files that hold every tensor once, in the order in which a forward pass needs them.
-
-    Raises:
-        OptionError: torch has no such dtype.
-    """
+    """Return files that hold every tensor once, in the order in which a forward pass needs them."""
     tensors = request.in_execution_order()
     for tensor in tensors:
         if tensor.dtype.torch_name is None:

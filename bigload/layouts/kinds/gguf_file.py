@@ -54,11 +54,7 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 
 
 def lay_out(request: LayoutRequest) -> Output:
-    """Return one GGUF file.
-
-    Raises:
-        OptionError: llama.cpp's names are not known for such a model, or what it stores cannot be written.
-    """
+    """Return one GGUF file."""
     checkpoint = request.checkpoint
     if checkpoint.format == GGUF.name:
         return _rewritten(request)

@@ -44,10 +44,6 @@ def lay_out(request: LayoutRequest) -> Output:
 
     Blocks are the modules that a plan places whole. By default each is one file; those of more than `max_shard_bytes`
     are several that follow each other. A `.dat` file is always one tensor.
-
-    Raises:
-        OptionError: nothing is on disk; or tensors whose dtype or name a `.dat` file cannot have.
-        InvalidPlanError: a tensor has no device.
     """
     checkpoint, plan, options = request.checkpoint, request.plan, request.options
     tensors = [tensor for tensor in request.in_execution_order() if plan is None or _is_on_disk(tensor.name, plan)]

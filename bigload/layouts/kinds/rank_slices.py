@@ -60,10 +60,6 @@ def lay_out(request: LayoutRequest) -> Output:
     Files of a stage with the same number have the same tensors, and follow each other: what is read for one rank is
     still cached for the next. `tp_rules`, words by pattern or a file of them, go before those of the model's type. What
     is below none of the `stages` of a plan is left out.
-
-    Raises:
-        PartitionError: see `read_tp_rules` and `partition`, both of `bigload.planning`.
-        OptionError: the model has fewer blocks than stages.
     """
     options = request.options
     assert options.tp is not None, "required_options"

@@ -103,12 +103,7 @@ class VllmModel:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, tp: int, version: str) -> VllmModel:
-        """Return `checkpoint` divided among `tp` ranks.
-
-        Raises:
-            OptionError: the names of such a version of vLLM are not known.
-            PartitionError: they are not known for such a model, or its tensors are others, or do not divide.
-        """
+        """Return `checkpoint` divided among `tp` ranks."""
         names = _names(version)
         family = _known_family(checkpoint, names, version)
         vocabulary = [name for name in (_EMBEDDING, _HEAD) if name in checkpoint.tensors]
@@ -193,11 +188,7 @@ class VllmModel:
 
 
 def lay_out(request: LayoutRequest) -> Output:
-    """Return the files of `tp` ranks in the form of vLLM's `sharded_state`.
-
-    Raises:
-        OptionError, PartitionError: see `VllmModel.of`; or a view of a torch file is joined with a computed tensor.
-    """
+    """Return the files of `tp` ranks in the form of vLLM's `sharded_state`."""
     checkpoint, options = request.checkpoint, request.options
     assert options.tp is not None, "required_options"
     model = VllmModel.of(checkpoint, tp=options.tp, version=options.vllm_version)
@@ -219,11 +210,7 @@ def lay_out(request: LayoutRequest) -> Output:
 
 
 def _sources(made: Mapping[str, PiecedTensor], tensors: Mapping[str, Operand]) -> Mapping[str, Operand]:
-    """Return what each tensor of `made` is read or computed from, by name.
-
-    Raises:
-        OptionError: rows to join with computed ones are stored as a view.
-    """
+    """Return what each tensor of `made` is read or computed from, by name."""
     stored = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, ComputedTensor)}
     moved = {name: tensor for name, tensor in made.items() if stored.keys() >= {*tensor.sources}}
     views = [name for name, tensor in stored.items() if isinstance(tensor, TensorInfo) and tensor.strides is not None]

@@ -38,12 +38,7 @@ _ONE_OF_127 = 7.874015718698502e-3
 def modules_of_bitsandbytes(
     checkpoint: Checkpoint, tensors: Mapping[str, Operand], problems: list[str]
 ) -> Iterator[Unpacked]:
-    """Yield the weights of bitsandbytes; what is wrong with others is added to `problems`.
-
-    Raises:
-        UnsupportedFormatError: the layers of such a model are stored transposed when they are plain.
-        ReadError: what a tensor says cannot be read.
-    """
+    """Yield the weights of bitsandbytes; what is wrong with others is added to `problems`."""
     found = [each for each in weights_in_parts(checkpoint) if each.library == _METHOD]
     _check_complete(found, checkpoint, tensors, problems)
     if not found:

@@ -44,13 +44,7 @@ class DecodeGguf:
         return "decode GGUF"
 
     def apply(self, found: TensorsToWrite) -> TensorsToWrite:
-        """Return the decoded tensors.
-
-        Raises:
-            OptionError: some are quantised, and no dtype is given.
-            UnsupportedFormatError: some are of types that are not decoded.
-            MissingPackageError: some are of types that only the package gguf decodes, and it is not installed.
-        """
+        """Return the decoded tensors."""
         checkpoint = found.checkpoint
         packed = [tensor for tensor in checkpoint.tensors.values() if tensor.dtype.block_bytes]
         check_decoded(checkpoint.path, checkpoint.tensors.values())
@@ -134,11 +128,7 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
 
 
 def _joined(checkpoint: Checkpoint, family: Family | None) -> Mapping[str, Sequence[TensorInfo]]:
-    """Return what is stored for each tensor of transformers.
-
-    Raises:
-        UnsupportedFormatError: of several tensors that are one, some are missing or of another form.
-    """
+    """Return what is stored for each tensor of transformers."""
     if family is None:
         return {name: [tensor] for name, tensor in checkpoint.tensors.items()}
     try:

@@ -126,11 +126,7 @@ def stored_tensor(tensors: Mapping[str, Operand], name: str) -> TensorInfo:
 
 
 def read_small_tensors(root: Path, tensors: Iterable[TensorInfo]) -> dict[str, bytes]:
-    """Return the bytes of tensors that say how to unpack others, by name.
-
-    Raises:
-        ReadError: a file cannot be read.
-    """
+    """Return the bytes of tensors that say how to unpack others, by name."""
     found: dict[str, bytes] = {}
     scheme = scheme_of(root)
     ordered = sorted(tensors, key=lambda tensor: (tensor.span.file, tensor.span.start))

@@ -11,9 +11,5 @@ class Transform(Protocol):
     """What happens to tensors on their way; a frozen value whose text names it in reports and in the manifest."""
 
     def apply(self, found: TensorsToWrite) -> TensorsToWrite:
-        """Return what is to be written in place of `found`; names, shapes and dtypes are known from here on.
-
-        Raises:
-            OptionError: this transform cannot be made of these tensors.
-        """
+        """Return what is to be written in place of `found`; names, shapes and dtypes are known from here on."""
         ...

@@ -243,11 +243,7 @@ def _files_of(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _place_of(root: Path, file: str) -> Path:
-    """Return where a file really is.
-
-    Raises:
-        InvalidCheckpointError: it is a link to nothing, or out of the folder.
-    """
+    """Return where a file really is."""
     place = resolve_shard(root, file)
     reason = place if isinstance(place, str) else None if place.is_file() else "is a link to no regular file"
     if reason is not None or isinstance(place, str):
@@ -256,11 +252,7 @@ def _place_of(root: Path, file: str) -> Path:
 
 
 def _manifest_before(root: Path, target: Path, *, is_in_folder: bool) -> Manifest | None:
-    """Return the manifest that is there; None without one.
-
-    Raises:
-        OutputExistsError: something else is there.
-    """
+    """Return the manifest that is there; None without one."""
     with suppress(ManifestNotFoundError):
         try:
             return read_manifest(root) if is_in_folder else read_manifest_file(target)
@@ -271,11 +263,7 @@ def _manifest_before(root: Path, target: Path, *, is_in_folder: bool) -> Manifes
 
 
 def _extended(before: Manifest, found: Manifest, target: Path) -> Manifest:
-    """Return the manifest `before` with the digests that it lacks.
-
-    Raises:
-        OutputExistsError: it describes other files than were found.
-    """
+    """Return the manifest `before` with the digests that it lacks."""
     differing = list(_differing(before, found))
     if differing:
         error = OutputExistsError(

@@ -58,9 +58,6 @@ def digest_file(open_file: OpenPieces, place: Path, digest: FileDigest, on_bytes
         place: Where it is.
         digest: What is updated, up to the size that it knows.
         on_bytes: Called with the number of bytes that were digested, a block at a time.
-
-    Raises:
-        ReadError: it cannot be opened or read.
     """
 
     def skip_to(position: int) -> None:
@@ -88,9 +85,6 @@ def open_pieces(path: Path, blocks: BlockPool, *, ahead: int = 1) -> Iterator[Pi
         path: The file, local or remote.
         blocks: Memory; takes `ahead` blocks, and for moments one more, for the uneven end of a file.
         ahead: Blocks in memory. Of more than one, threads of their own read those after the one that was yielded.
-
-    Raises:
-        ReadError: the file cannot be opened or read.
     """
     with ExitStack() as opened:
         memories = [opened.enter_context(memoryview(opened.enter_context(blocks.lend()))) for _ in range(ahead)]

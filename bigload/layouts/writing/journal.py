@@ -91,11 +91,7 @@ class Journal:
 
     @classmethod
     def begin(cls, path: Path, descriptor: int, recipe: str, *, source: str | None = None) -> Self:
-        """Start the journal in the open file `descriptor`, or continue one of the same recipe.
-
-        Raises:
-            WriteError: the system refused.
-        """
+        """Start the journal in the open file `descriptor`, or continue one of the same recipe."""
         journal = cls(path, descriptor)
         known, stop = _read(path)
         is_continued = known is not None and known.recipe == recipe

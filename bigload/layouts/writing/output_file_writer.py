@@ -38,9 +38,6 @@ class OutputFileWriter:
 
     Attributes:
         has_failed: A system call failed. Lost pages are reported only once, so later flushes prove nothing.
-
-    Raises:
-        WriteError: the file cannot be created, or the file to keep is a link or has a further hard link.
     """
 
     def __init__(
@@ -71,11 +68,7 @@ class OutputFileWriter:
             raise
 
     def reserve(self, start: int, stop: int) -> None:
-        """Allocate disk space for these bytes, so that several threads write blocks in place.
-
-        Raises:
-            WriteError: there is none left.
-        """
+        """Allocate disk space for these bytes, so that several threads write blocks in place."""
         if _libc_fallocate is None or start >= stop:
             return
         stop = self.padded(stop)
@@ -86,11 +79,7 @@ class OutputFileWriter:
                     raise OSError(number, os.strerror(number))
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write `view`, whole blocks of memory and of the file.
-
-        Raises:
-            WriteError: the system refused (disk full, quota, I/O error).
-        """
+        """Write `view`, whole blocks of memory and of the file."""
         start, num_bytes = offset, len(view)
         with self._writing():
             while view:
@@ -101,12 +90,7 @@ class OutputFileWriter:
                 self._sync_range(start, num_bytes, _START)
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fill `view`, whole blocks, from the disk.
-
-        Raises:
-            WriteError: written bytes could not be flushed.
-            ReadError: the system refused.
-        """
+        """Fill `view`, whole blocks, from the disk."""
         if not self._is_direct:
             with self._writing():
                 if not self._sync_range(offset, len(view), _START_AND_WAIT):
@@ -115,20 +99,12 @@ class OutputFileWriter:
         fill([view], self.descriptor, offset, self.path)
 
     def flush(self) -> None:
-        """Flush all written bytes to the disk.
-
-        Raises:
-            WriteError: they could not be flushed.
-        """
+        """Flush all written bytes to the disk."""
         with self._writing():
             flush_data(self.descriptor)
 
     def finish(self) -> None:
-        """Truncate the file to its final size and flush it.
-
-        Raises:
-            WriteError: it could not be flushed.
-        """
+        """Truncate the file to its final size and flush it."""
         with self._writing():
             os.ftruncate(self.descriptor, self._num_bytes)
             os.fsync(self.descriptor)
@@ -174,9 +150,6 @@ def direct_write_alignment(folder: Path, *, rank: int = 0) -> int | None:
     """Return the alignment of direct writes to files in `folder`; `None` if it exceeds a block or there are none.
 
     Tried with a small file, named after `rank` so that ranks do not collide.
-
-    Raises:
-        WriteError: no file can be created there.
     """
     probe = folder / f".bigload-probe-{rank}"
     with write_errors(probe):

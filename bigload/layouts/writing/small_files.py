@@ -23,9 +23,6 @@ def write_file(path: Path, content: Iterable[bytes]) -> FileRecord:
 
     Returns:
         Its size and its digest, for the manifest and for `check_file`.
-
-    Raises:
-        WriteError: the system refused. What `content` raises is raised as it is.
     """
     digest, num_bytes = xxhash.xxh3_128(), 0
     with write_errors(path):
@@ -41,12 +38,7 @@ def write_file(path: Path, content: Iterable[bytes]) -> FileRecord:
 
 
 def check_file(path: Path, record: FileRecord) -> None:
-    """Read a file back, from the disk where the system allows it, and compare it with what was written.
-
-    Raises:
-        DamagedOutputError: it differs.
-        ReadError: the file cannot be read.
-    """
+    """Read a file back, from the disk where the system allows it, and compare it with what was written."""
     digest, num_bytes = xxhash.xxh3_128(), 0
     try:
         with path.open("rb", buffering=0) as file:

@@ -58,28 +58,16 @@ class SourceFiles:
         self._opened.callback(self._through_cache.close)
 
     def past_cache(self, file: str) -> AbstractContextManager[ByteSource]:
-        """Lend a reader that uses cached pages and reads the rest directly, without filling the page cache.
-
-        Raises:
-            ReadError: the file cannot be opened.
-        """
+        """Lend a reader that uses cached pages and reads the rest directly, without filling the page cache."""
         return self._past_cache.lend(file)
 
     def through_cache(self, file: str) -> AbstractContextManager[ByteSource]:
-        """Lend a reader for bytes that are read again soon.
-
-        Raises:
-            ReadError: the file cannot be opened.
-        """
+        """Lend a reader for bytes that are read again soon."""
         return (self._through_cache if self.is_local else self._past_cache).lend(file)
 
     @contextmanager
     def keeping_recent(self, file: str) -> Iterator[ByteSource]:
-        """Lend a reader of a remote file that keeps what each thread has last received.
-
-        Raises:
-            ReadError: the file cannot be opened.
-        """
+        """Lend a reader of a remote file that keeps what each thread has last received."""
         if self._recent is None:
             with self._lock:
                 if self._recent is None:
@@ -90,21 +78,13 @@ class SourceFiles:
 
     @contextmanager
     def descriptor(self, file: str) -> Iterator[int]:
-        """Lend the descriptor of a local file.
-
-        Raises:
-            ReadError: the file cannot be opened.
-        """
+        """Lend the descriptor of a local file."""
         with self.through_cache(file) as reader:
             assert isinstance(reader, PositionalReader)
             yield reader.descriptor
 
     def extents(self, span: Span) -> Sequence[tuple[int, int]]:
-        """Return the parts of `span` that hold data; the rest are holes. Only local files have any.
-
-        Raises:
-            ReadError: the file cannot be opened, or is shorter.
-        """
+        """Return the parts of `span` that hold data; the rest are holes. Only local files have any."""
         if not self.is_local:
             return [(span.start, span.stop)]
         if span.file not in self._extents:
@@ -119,11 +99,7 @@ class SourceFiles:
         return [(max(start, span.start), min(stop, span.stop)) for start, stop in found[first:last]]
 
     def identities(self) -> dict[str, SourceIdentity]:
-        """Return the current identity of each file.
-
-        Raises:
-            ReadError: one is gone.
-        """
+        """Return the current identity of each file."""
         identity_of = identities_now(self._checkpoint.root, self._files)
         return {file: identity_of(file) for file in self._files}
 
@@ -140,11 +116,7 @@ class SourceFiles:
             raise StalePlanError("the plan", self._checkpoint.path, differences, hint=hint)
 
     def changed_since(self, before: Mapping[str, SourceIdentity]) -> Path | None:
-        """Return a file that has changed since `before`, if there is one.
-
-        Raises:
-            ReadError: one is gone or out of reach.
-        """
+        """Return a file that has changed since `before`, if there is one."""
         identity_of = identities_now(self._checkpoint.root, before)
         changed = (file for file, identity in before.items() if identity_of(file) != identity)
         file = next(changed, None)

@@ -64,14 +64,7 @@ RESUME = "rerun the command with --resume"
 
 
 def check_output(out: Path, *, resume: bool = False, force: bool = False) -> None:
-    """Raise unless `out` can be created without touching anything that the caller has not allowed to touch.
-
-    Raises:
-        OutputExistsError: `out` is a file, or a folder with something in it that is not to be replaced (`force`) or
-            was not written by bigload; or its staging folder is not ours, or holds work that is neither to be
-            resumed (`resume`) nor discarded (`force`); or another process is writing there now; or what `force`
-            would move aside has no place to go.
-    """
+    """Raise unless `out` can be created without touching anything that the caller has not allowed to touch."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise OutputExistsError(out, "it exists", hint="choose another folder, or remove this one yourself")
     if out.is_dir() and any(out.iterdir()):
@@ -113,11 +106,6 @@ def staged(
         resume: Keep what an interrupted run of the same recipe left.
         force: Replace an `out` that bigload wrote, and discard what an interrupted run left, unless it is resumed.
         how: How an interrupted run is resumed, in words.
-
-    Raises:
-        OutputExistsError: see `check_output`; or another process is writing the same output now; or the run to
-            resume has another recipe.
-        WriteError: the folder cannot be made or flushed.
     """
     check_output(out, resume=resume, force=force)
     folder = staging_folder(out)
@@ -165,11 +153,6 @@ def joined(out: Path, recipe: str, *, rank: int, sign: str) -> Iterator[Staging]
         recipe: Digest of what is written.
         rank: This rank.
         sign: Name of a file that rank 0 has put there; a folder without it is another one.
-
-    Raises:
-        RankError: the folder cannot be seen from here.
-        OutputExistsError: a rank of an earlier run is still writing there.
-        WriteError: the journal cannot be written there.
     """
     folder = staging_folder(out)
     _await_sign(folder / sign, rank)

@@ -212,11 +212,7 @@ class WindowReader:
             return dict(self._overflows)
 
     def fill(self, view: memoryview, portions: Sequence[Portion]) -> None:
-        """Fill `view`, writable bytes, with `portions`; what lies between them stays as it is.
-
-        Raises:
-            ReadError: a source could not be read to the end of what is wanted.
-        """
+        """Fill `view`, writable bytes, with `portions`; what lies between them stays as it is."""
         views = [view[portion.at : portion.at + portion.stop - portion.start] for portion in portions]
         jobs = self._jobs(portions)
         if not all(each.is_read_straight for each in portions) or any(

@@ -134,11 +134,6 @@ class Writer:
 
         Consecutive files with the same tensors (slices for ranks) are written side by side, so that the rows of which
         each takes some columns are read from the disk once.
-
-        Raises:
-            WriteError: the system refused a write (disk full, quota, I/O error).
-            ReadError: a source could not be read to the end.
-            DamagedOutputError: a byte that was read back is not the one that was written.
         """
         records: dict[str, FileRecord] = {}
         try:
@@ -173,13 +168,7 @@ class Writer:
                 file.abandon()
 
     def finish(self, files: Iterable[tuple[FileToWrite, WindowDigests]]) -> dict[str, FileRecord]:
-        """Read back files whose windows are all on the disk, compare each with its digest, and return their records.
-
-        Raises:
-            RankError: windows are missing.
-            DamagedOutputError: a window is not the one that was written.
-            WriteError, ReadError: the system refused.
-        """
+        """Read back files whose windows are all on the disk, compare each with its digest, and return their records."""
         records: dict[str, FileRecord] = {}
         try:
             jobs = (job for file, written in files for job in self._jobs_to_finish(file, written, records))

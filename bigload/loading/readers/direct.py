@@ -47,9 +47,6 @@ def direct_alignment(path: Path) -> int | None:
     """Return of what number of bytes addresses, offsets and lengths of direct reads of `path` have to be multiples.
 
     `None` if its file system offers none. Asked of the system (statx(2)) where it can say, and tried out elsewhere.
-
-    Raises:
-        ReadError: the file cannot be opened.
     """
     with OpenFile(path):
         if not hasattr(os, "O_DIRECT"):  # macOS, Windows
@@ -67,10 +64,6 @@ class DirectReader(OpenFile):
         pool: Where the memory for those blocks is borrowed; share one among the files of a load, and with as many
             blocks as there are threads none of them waits.
         recorder: Told of reads and copies.
-
-    Raises:
-        UnsupportedMethodError: the file system offers no direct reads.
-        ReadError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, *, pool: BlockPool | None = None, recorder: Recorder = NO_RECORDER) -> None:

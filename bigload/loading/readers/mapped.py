@@ -41,10 +41,6 @@ class MappedFile(OpenFile):
 
     `buffer` is what tensors are made of. The map lives as long as it, or anything made of it, does; `close()` ends what
     this class can do, not the map. Python's own `mmap` would keep a descriptor open for as long, one per file.
-
-    Raises:
-        ReadError: the file cannot be opened or mapped, or is shorter than `num_bytes`.
-        NotEnoughMemoryError: the process has no such piece of address space.
     """
 
     def __init__(self, path: Path, num_bytes: int | None = None, *, recorder: Recorder = NO_RECORDER) -> None:
@@ -69,10 +65,6 @@ class MappedFile(OpenFile):
         """Bring bytes `start` to `stop` into the page cache and into this process's page table.
 
         May be called from several threads; the other threads of Python run on. What was written to the map stays.
-
-        Raises:
-            ReadError: the file has become shorter, or the disk does not give the bytes.
-            NotEnoughMemoryError: there is no memory for the page table.
         """
         begin, stop = start // mmap.PAGESIZE * mmap.PAGESIZE, min(stop, self._num_bytes)
         if start >= stop:

@@ -8,11 +8,7 @@ from bigload.errors import NotEnoughMemoryError, OptionError
 
 
 def check_present(name: str) -> None:
-    """Raise before anything is read if torch cannot use the device `name`.
-
-    Raises:
-        OptionError: there is no such device here, or this torch was built without its kind.
-    """
+    """Raise before anything is read if torch cannot use the device `name`."""
     device = torch.device(name)
     if device.type == "cpu":
         return
@@ -50,11 +46,7 @@ def free_bytes(name: str) -> int | None:
 
 
 def take_memory(device: str, num_bytes: int) -> torch.Tensor:
-    """Return `num_bytes` of memory of `device`, unset.
-
-    Raises:
-        NotEnoughMemoryError: it has no such piece left.
-    """
+    """Return `num_bytes` of memory of `device`, unset."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except (torch.OutOfMemoryError, MemoryError) as error:

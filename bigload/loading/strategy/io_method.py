@@ -82,12 +82,7 @@ class FileFacts:
 
 
 def choose_method(files: Sequence[FileRanges], *, asked: Method = Method.AUTO) -> MethodChoice:
-    """Return the I/O method for `files`, and why. `asked` is used if it can be, unless it is `auto`.
-
-    Raises:
-        UnsupportedMethodError: `direct` was asked for, and a file cannot be read that way.
-        ReadError: a file cannot be opened.
-    """
+    """Return the I/O method for `files`, and why. `asked` is used if it can be, unless it is `auto`."""
     num_bytes = sum(file.num_bytes for file in files)
     system = file_system_of(files[0].path) if files else None
     may_be_direct = asked is Method.AUTO and num_bytes >= MIN_DIRECT_BYTES
@@ -107,11 +102,7 @@ def choose_method(files: Sequence[FileRanges], *, asked: Method = Method.AUTO) -
 
 
 def decide(facts: FileFacts, asked: Method) -> MethodChoice:
-    """Return the choice for files of which `facts` are known.
-
-    Raises:
-        UnsupportedMethodError: `direct` was asked for, and a file cannot be read that way.
-    """
+    """Return the choice for files of which `facts` are known."""
     if asked is Method.DIRECT and facts.without_direct is not None:
         raise UnsupportedMethodError(
             facts.without_direct, asked.value, f"{facts.file_system} offers no reads past the page cache"

@@ -56,12 +56,7 @@ def choose_strategy(
     open_source: OpenSource | None,
     recorder: Recorder,
 ) -> ReadStrategy:
-    """Return the strategy for reading the bytes of `wanted` under the settings in `chosen`.
-
-    Raises:
-        UnsupportedMethodError: direct reads were asked for where there are none.
-        ReadError: a file cannot be opened.
-    """
+    """Return the strategy for reading the bytes of `wanted` under the settings in `chosen`."""
     files, scheme = _files(checkpoint, wanted), scheme_of(checkpoint.root)
     num_bytes = sum(file.num_bytes for file in files)
     if open_source is not None:

@@ -56,9 +56,6 @@ def check_agreement(group: ProcessGroup, arguments: Mapping[str, object], model:
 
     Every rank of a mesh has to have the same tensors on it. What is on no mesh, or on another one, may differ: ranks
     can hold different stages of a model.
-
-    Raises:
-        OptionError: (in all ranks) two of them disagree; about which argument or tensor, and what they say.
     """
     if group.size == 1:
         return HostPeers.of_process_alone()

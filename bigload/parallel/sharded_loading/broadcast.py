@@ -129,10 +129,6 @@ def broadcast_tensors(
     """Read `sent` in rank 0, send it to all, and copy the part of each into its `tensors`. All ranks call it.
 
     Returns the strategy of this process, if it has read, and how many bytes.
-
-    Raises:
-        ReadError, NotEnoughMemoryError: rank 0 could not read. The others go on: `together` tells them.
-        RankError: a process is gone.
     """
     places: dict[str, list[LocalTensor]] = {}
     for tensor in tensors:

@@ -43,11 +43,7 @@ _Job = list[tuple[StridedCopy, LocalTensor]]
 
 
 def read_columns(checkpoint: Checkpoint, columns: Sequence[tuple[StridedCopy, LocalTensor]], *, threads: int) -> int:
-    """Read `columns` into their tensors, and return how many bytes were asked of the files.
-
-    Raises:
-        ReadError: a file cannot be read to the end, or is not the one that was opened, or changed meanwhile.
-    """
+    """Read `columns` into their tensors, and return how many bytes were asked of the files."""
     jobs = list(_jobs([(strip, tensor) for copy, tensor in columns for strip in _strips(copy)]))
     files = sorted({strip.file for job in jobs for strip, _ in job})
     scheme = scheme_of(checkpoint.root)

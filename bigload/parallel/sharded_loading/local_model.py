@@ -55,11 +55,7 @@ class ModelPart:
 
     @torch.no_grad()  # a DTensor gives its local tensor without a step of autograd
     def parts(self, view: CheckpointView) -> list[tuple[Assignment, LocalPart]]:
-        """Return the parts of the tensors of `view` and their assignments; raise all errors that need no byte of files.
-
-        Raises:
-            StateDictMismatchError, UnsupportedDTypeError, OptionError: see `load_sharded`.
-        """
+        """Return the parts of the tensors of `view` and their assignments; first all checks without reads."""
         self._check_names()
         tensors = {name: AssembledTensor.of(tensor) for name, tensor in view.tensors.items()}
         forms = {name: replace(tensor, shape=self._shape(name, tensor)) for name, tensor in tensors.items()}
@@ -159,12 +155,7 @@ def _placed(old: torch.Tensor, division: Division | None) -> str:
 
 
 def check_parts(parts: Sequence[LocalPart]) -> None:
-    """Raise before anything is read if a dtype is none of torch's, or cannot become the one that is wanted.
-
-    Raises:
-        UnsupportedDTypeError: torch has no such dtype.
-        OptionError: there is no cast to the dtype in the model, or no such device.
-    """
+    """Raise before anything is read if a dtype is none of torch's, or cannot become the one that is wanted."""
     for part in parts:
         check_dtypes(RequestedTensor(tensor=piece.tensor, dtype=part.stored.dtype) for piece in part.stored.pieces)
         wanted = dtype_of(part.dtype)

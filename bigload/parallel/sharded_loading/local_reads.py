@@ -42,13 +42,7 @@ _Copies = Sequence[tuple[StridedCopy, LocalTensor]]
 def fill_local(
     checkpoint: Checkpoint, settings: LoadSettings, tensors: Sequence[LocalTensor]
 ) -> tuple[ReadStrategy, int]:
-    """Read the parts of `tensors` into their memory; return the strategy, and how many bytes were asked of the files.
-
-    Raises:
-        ReadError: a file cannot be read to the end, or is not the one that was opened, or changed meanwhile.
-        NotEnoughMemoryError: there is none for what is staged.
-        UnsupportedMethodError: direct reads were asked for where there are none.
-    """
+    """Read the parts of `tensors` into their memory; return the strategy, and the bytes asked of files."""
     copies = [(copy, tensor) for tensor in tensors for copy in strided_copies(tensor.part.stored, tensor.part.spec)]
     rows = [each for each in copies if _is_read_by_engine(each[0])]
     columns = [each for each in copies if not _is_read_by_engine(each[0])]

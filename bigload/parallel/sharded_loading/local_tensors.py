@@ -82,9 +82,6 @@ def local_tensors(name: str, path: str, parts: Sequence[LocalPart]) -> list[Loca
     """Return a tensor for each of `parts`: the existing memory, or new memory, on the CPU one buffer for all of them.
 
     `name` and `path` of the checkpoint are for the error.
-
-    Raises:
-        NotEnoughMemoryError: there is not as much.
     """
     sizes = [_room(part) if part.device_name == CPU and not part.is_in_place else 0 for part in parts]
     check_ram(name, path, sum(sizes))

@@ -24,12 +24,7 @@ def is_for_ranks(folder: Path) -> bool:
 
 
 def open_ranks(folder: Path | RanksFolder) -> tuple[Checkpoint, Mapping[str, AssembledTensor]]:
-    """Open the ranks of `folder`; return a checkpoint of their files and the whole tensors by name.
-
-    Raises:
-        CheckpointNotFoundError, InvalidCheckpointError: see `read_ranks` and `RanksFolder.checkpoint`.
-        InvalidCheckpointError: a tensor is divided among ranks along its columns by more than one range each.
-    """
+    """Open the ranks of `folder`; return a checkpoint of their files and the whole tensors by name."""
     described = folder if isinstance(folder, RanksFolder) else read_ranks(folder)
     used = sorted({described.stages_of(name)[0] for name in described.shapes})
     ranks = {

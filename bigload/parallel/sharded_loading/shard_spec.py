@@ -19,11 +19,7 @@ from bigload.planning.tensor_parallel.division import Division, Range
 
 
 def check_divisions(divisions: Mapping[str, Division], rank: int) -> None:
-    """Raise if `divisions` are not what they should be, or there cannot be such a rank.
-
-    Raises:
-        OptionError: they are not, or there cannot be.
-    """
+    """Raise if `divisions` are not what they should be, or there cannot be such a rank."""
     if not isinstance(divisions, Mapping):
         raise OptionError.of("divisions", type(divisions).__name__, "a mapping with a division for each name")
     for name, division in divisions.items():
@@ -34,11 +30,7 @@ def check_divisions(divisions: Mapping[str, Division], rank: int) -> None:
 
 
 def spec_of_division(name: str, shape: Sequence[int], division: Division, rank: int) -> ShardSpec:
-    """Return what `rank` holds of the tensor `name` of `shape` by `division`.
-
-    Raises:
-        OptionError: the division has no such rank, or the tensor no such elements.
-    """
+    """Return what `rank` holds of the tensor `name` of `shape` by `division`."""
     spec = list(whole_spec(shape))
     if division.dim is not None:
         if not (0 <= division.dim < len(shape) and 0 <= rank < len(division.ranges)):
@@ -53,12 +45,7 @@ def spec_of_division(name: str, shape: Sequence[int], division: Division, rank: 
 
 
 def spec_of_dtensor(name: str, tensor: DTensor) -> ShardSpec:
-    """Return what this process holds of `tensor`; nothing, if it is not in its mesh.
-
-    Raises:
-        OptionError: a placement that is neither `Shard` nor `Replicate`: values that are yet to be added up
-            (`Partial`) are stored nowhere.
-    """
+    """Return what this process holds of `tensor`; nothing, if it is not in its mesh."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return tuple(() for _ in tensor.shape)

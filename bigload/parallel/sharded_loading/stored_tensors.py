@@ -12,11 +12,7 @@ from bigload.parallel.sharded_loading.rank_folders import is_for_ranks, open_ran
 
 
 def open_stored(what: Checkpoint | RanksFolder | str | Path) -> CheckpointView:
-    """Open what `open_checkpoint` takes, or has opened, or a folder of ranks or a stage of it; only headers are read.
-
-    Raises:
-        CheckpointError: see `open_checkpoint`.
-    """
+    """Open what `open_checkpoint` takes or has opened, or a folder of ranks or a stage of it; only headers are read."""
     if isinstance(what, Checkpoint):
         return CheckpointView.of(what)
     if isinstance(what, RanksFolder) or is_for_ranks(Path(what).expanduser()):

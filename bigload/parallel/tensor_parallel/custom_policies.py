@@ -25,9 +25,6 @@ def read_policies(model: nn.Module, policies: object, size: int) -> tuple[tuple[
     `original_layer_class()`, lists of layers from `attn_qkv()`, `attn_out()`, `mlp_in()` and `mlp_out()`, each with the
     name of a `weight` inside of such a module and how many parts are fused in it (`n_fused`), and numbers from
     `replace_arguments(config, size)`. Their classes of replaced modules are not used: layers are known by what they do.
-
-    Raises:
-        PartitionError: they are of no such kind, or match nothing in `model`.
     """
     if policies is None:
         return (), {}

@@ -59,11 +59,7 @@ def make_plan(
     attributes: Mapping[str, int],
     example: Mapping[str, object] | None,
 ) -> TensorParallelPlan:
-    """Return the plan of `size` ranks for `model`: by `rules` and local `attributes` of the caller before all others.
-
-    Raises:
-        PartitionError: the caller's rules do not fit.
-    """
+    """Return the plan of `size` ranks for `model`: by `rules` and local `attributes` of the caller first."""
     if size == 1:
         return _plan(model, PartialPlan(), _Validator(size=1, layers={}, ties=names_by_parameter(model)), "inferred")
     config = config_of(model)
@@ -202,11 +198,7 @@ def _by_kind(found: Iterable[CoupledLayers]) -> list[_Kind]:
 
 
 def _fitting(validator: _Validator, asked: PartialPlan) -> PartialPlan:
-    """Return the caller's plan `asked`, with local attributes if it needs them.
-
-    Raises:
-        PartitionError: it does not fit.
-    """
+    """Return the caller's plan `asked`, with local attributes if it needs them."""
     plan = validator.fitted(asked)
     if plan is not None:
         return plan

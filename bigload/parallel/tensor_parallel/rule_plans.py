@@ -46,11 +46,7 @@ def own_rules(model: nn.Module) -> tuple[Rule, ...]:
 def rule_plans(
     model: nn.Module, rules: ModelRules, divider: LayerDivider
 ) -> Iterator[tuple[str, PartialPlan | PartitionError]]:
-    """Yield the partial plan of each layer of `model` that has a rule, by its name, or why no such plan is possible.
-
-    Raises:
-        PartitionError: the tensors of one layer have different rules.
-    """
+    """Yield the partial plan of each layer of `model` that has a rule, by its name, or why no such plan is possible."""
     forms = {
         name: TensorInfo(name, dtype, tuple(parameter.shape), Span("", 0, 0))
         for path, module in model.named_modules()

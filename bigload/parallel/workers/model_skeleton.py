@@ -62,11 +62,7 @@ class Skeleton:
 
 
 def make_skeleton(model: nn.Module) -> tuple[Skeleton, list[torch.Tensor]]:
-    """Return `model` without its weights, and these in the order of their numbers.
-
-    Raises:
-        ModelNotSendableError: a worker could not import one of its classes, or something in it cannot be pickled.
-    """
+    """Return `model` without its weights, and these in the order of their numbers."""
     weights = list(_weights(model))
     numbers = {id(tensor): number for number, (_, tensor) in enumerate(weights)}
     try:
@@ -91,11 +87,7 @@ _TO_THE_TOP = ", at the top of that file and under a name: not inside of a funct
 
 
 def refuse_main(value: object, where: str) -> None:
-    """Raise if `value` is a class or a function of the script that runs, which workers do not run again.
-
-    Raises:
-        ModelNotSendableError: it is.
-    """
+    """Raise if `value` is a class or a function of the script that runs, which workers do not run again."""
     if getattr(value, "__module__", None) == "__main__" and isinstance(value, type | FunctionType):
         is_at_the_top = "<" not in value.__qualname__  # <locals> and <lambda>
         raise ModelNotSendableError(

@@ -92,11 +92,6 @@ class WorkerPool:
             request: A packed request.
             doing: For errors: `running forward`.
             timeout: Seconds until all answers are there; `None` is unlimited.
-
-        Raises:
-            WorkerError: one of them raised or ended, or they were ended before. Where all raised the same, the pool
-                stays as it is.
-            WorkerTimeoutError: an answer is late, also by comparison with the first one.
         """
         if os.getpid() != self._owner:  # before the lock, which a thread may have held when this process was forked
             raise _ended("this process was forked from the one that they belong to")
@@ -114,11 +109,7 @@ class WorkerPool:
             return answers
 
     def close(self) -> None:
-        """Ask the workers to stop, and kill those that do not.
-
-        Raises:
-            WorkerError: one of them ended in another way than by stopping.
-        """
+        """Ask the workers to stop, and kill those that do not."""
         if os.getpid() != self._owner:
             return
         with self._lock:
@@ -155,11 +146,7 @@ class _Exchange:
         self._answers: dict[int, object] = {}
 
     def run(self, request: Message) -> list[object]:
-        """Return the answers of all, among them the failures of some.
-
-        Raises:
-            WorkerError, WorkerTimeoutError: see `WorkerPool.ask`.
-        """
+        """Return the answers of all, among them the failures of some."""
         for worker in self._workers:
             self._transfer(worker, request)
         while missing := [worker for worker in self._workers if worker.rank not in self._answers]:

@@ -43,9 +43,6 @@ def start_workers(
         backend: `gloo` for the CPU, `nccl` for CUDA.
         daemon: Whether they are ended at once when this interpreter ends.
         timeout_seconds: The longest start.
-
-    Raises:
-        WorkerError, WorkerTimeoutError: a worker failed.
     """
     num_threads = max(1, torch.get_num_threads() // num_workers)
     with memory_file("bigload-store") as store, memory_file("bigload-weights") as memory, ExitStack() as undo:

@@ -46,11 +46,7 @@ class CacheHandles:
         self._lock = threading.Lock()
 
     def number_of(self, value: object) -> object | None:
-        """Return the number of `value`, which is sent instead of it, if it is a handle.
-
-        Raises:
-            ModelNotSendableError: a handle of other workers.
-        """
+        """Return the number of `value`, which is sent instead of it, if it is a handle."""
         if not isinstance(value, CacheHandle):
             return None
         if value._owner is not self:

@@ -31,11 +31,7 @@ _EXAMPLE = 'a budget file holds lines such as "cuda:0" = "22GiB" and cpu = "64Gi
 
 
 def read_budget_file(path: str) -> list[tuple[str, str | int]]:
-    """Return devices and limits as they stand in the file at `path`, in its order; a leading `~` is the home folder.
-
-    Raises:
-        OptionError: the file cannot be read, is not TOML, or holds something else than a table of texts and numbers.
-    """
+    """Return devices and limits as they stand in the file at `path`, in its order; a leading `~` is the home folder."""
     table = _limits(_parsed(path), path)
     if not table:
         raise OptionError(f"{path} names no device", hint=_EXAMPLE)

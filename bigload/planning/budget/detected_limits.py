@@ -31,9 +31,6 @@ def resolve_limits(
     """Return the bytes that `specs` come to on `machine`, by default this one; `named` holds those with a device.
 
     `auto` stands at its place for every device with something free. Limits that name a device go before it.
-
-    Raises:
-        OptionError: a device of which a share is wanted is not there, has nothing free, or does not say what it has.
     """
     view = _look(specs, machine or Machine())
     sizes: dict[Device, int] = {}
@@ -72,11 +69,7 @@ def _look(specs: Sequence[LimitSpec], machine: Machine) -> _View:
 
 
 def _usable(view: _View, named: Mapping[Device, LimitSpec]) -> Iterator[Device]:
-    """Yield what `auto` stands for.
-
-    Raises:
-        OptionError: a GPU that is there and does not say what it has; a plan without it would not be for this machine.
-    """
+    """Yield what `auto` stands for."""
     for unknown in view.gpus.unknown:
         if unknown.device not in named:
             raise OptionError(

@@ -41,11 +41,7 @@ class LimitSpec(NamedTuple):
 
 
 def parse_limit_words(words: Iterable[str]) -> Iterator[LimitSpec]:
-    """Yield what command-line words such as `auto`, `@budget.toml` or `cuda:0=22GiB,cpu=90%` ask for.
-
-    Raises:
-        OptionError: a word that is nothing of the kind, an unknown device, a limit that cannot be read.
-    """
+    """Yield what command-line words such as `auto`, `@budget.toml` or `cuda:0=22GiB,cpu=90%` ask for."""
     for word in (part.strip() for joined in words for part in joined.split(",")):
         device, equals, limit = (part.strip() for part in word.partition("="))
         if word.lower() == _AUTO:
@@ -62,11 +58,7 @@ def parse_limit_words(words: Iterable[str]) -> Iterator[LimitSpec]:
 
 
 def limit_specs_of(pairs: Iterable[tuple[str | int, str | int]]) -> Iterator[LimitSpec]:
-    """Yield what devices and limits such as `(0, "22GiB")`, `("cpu", 64 * 2**30)` or `("cuda:1", "90%")` ask for.
-
-    Raises:
-        OptionError: an unknown device, a limit that cannot be read.
-    """
+    """Yield what devices and limits such as `(0, "22GiB")`, `("cpu", 64 * 2**30)` or `("cuda:1", "90%")` ask for."""
     for key, value in pairs:
         yield _spec(key, value, f"--max-memory {_shown(key)}={_shown(value)}")
 

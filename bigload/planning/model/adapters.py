@@ -40,9 +40,6 @@ def adapter_bytes(
 
     Weights that are quantised, or stored in another form than that of transformers' model, are matched by the name of
     their module; shapes of all others are compared.
-
-    Raises:
-        AdapterError: the adapter is for another base; `details` name what does not fit.
     """
     base = _Base(checkpoint)
     problems: list[str] = []
@@ -128,11 +125,7 @@ class _Base:
 
 
 def _stored_weight(adapter: Adapter, path: str, base: _Base, shared: Mapping[str, str]) -> str:
-    """Return the stored tensor that the module `path` of the adapter is beside.
-
-    Raises:
-        AdapterError: the base has none, or its shape is another.
-    """
+    """Return the stored tensor that the module `path` of the adapter is beside."""
     matrices_of(path, adapter.modules[path])
     try:
         name = weight_of(adapter, path, base.shape)

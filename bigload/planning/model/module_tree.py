@@ -119,11 +119,7 @@ def _are_stages(children: list[ModuleNode]) -> bool:
 
 
 def build_tree(tensors: Mapping[str, TensorInfo]) -> ModuleNode:
-    """Return the tree of the modules that `tensors` belong to; the root has the name `""`.
-
-    Raises:
-        PlanError: a name nests more than `MAX_DEPTH` modules.
-    """
+    """Return the tree of the modules that `tensors` belong to; the root has the name `""`."""
     long_names = [name for name in tensors if len(name) >= MAX_DEPTH]  # others are not asked: most of 100,000
     deepest = max(long_names, key=methodcaller("count", "."), default="")
     if deepest.count(".") >= MAX_DEPTH:

@@ -209,13 +209,7 @@ class ModelStructure:
 def read_structure(
     checkpoint: Checkpoint, options: PlanOptions, *, ties: Sequence[TiedGroup] | None = None
 ) -> ModelStructure:
-    """Read the structure of a checkpoint from its names, shapes and config; tied tensors are compared, unless given.
-
-    Raises:
-        OptionError: a pattern of `options.no_split` matches no module, or weights cannot be quantised as asked.
-        AdapterError: an adapter is for another base.
-        CheckpointError: tied tensors cannot be compared.
-    """
+    """Read the structure of a checkpoint from its names, shapes and config; tied tensors are compared, unless given."""
     if options.quantize:
         from bigload.planning.quantised_checkpoint import as_quantised  # few plans need it
 

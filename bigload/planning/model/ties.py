@@ -63,9 +63,6 @@ def find_ties(checkpoint: Checkpoint, *, are_equal: AreEqual = stored_equal) -> 
 
     Tensors that are both stored are tied when the config does not deny it, they have one dtype and shape, and
     `are_equal` says that they have the same bytes; otherwise both count.
-
-    Raises:
-        CheckpointError: tensors that have to be compared cannot be read.
     """
     claims: dict[str, list[_Claim]] = {}
     tensors = checkpoint.tensors

@@ -53,12 +53,7 @@ class DividedModel:
     def of(
         cls, checkpoint: Checkpoint, tp: int, options: PlanOptions, rules: Mapping[str, str] | None = None
     ) -> DividedModel:
-        """Divide `checkpoint` among `tp` ranks; `rules` go before those of its family.
-
-        Raises:
-            PartitionError: they cannot divide it.
-            CheckpointError: tied tensors cannot be compared.
-        """
+        """Divide `checkpoint` among `tp` ranks; `rules` go before those of its family."""
         divided = partition(checkpoint, tp=tp, rules=rules)
         part = part_of_rank(checkpoint, divided.divisions, 0)
         structure = read_structure(part, options, ties=find_ties(checkpoint))
@@ -76,11 +71,7 @@ class DividedModel:
         return max(len(self._starts), 1)
 
     def stages(self, pp: int, workload: Workload) -> tuple[tuple[str, ...], ...]:
-        """Return the modules of each of `pp` stages, so that the fullest rank is least full.
-
-        Raises:
-            OptionError: the model has fewer blocks.
-        """
+        """Return the modules of each of `pp` stages, so that the fullest rank is least full."""
         sizes = self._sizes(workload)
         if pp > max(sizes.num_pieces, 1):
             raise OptionError.of(

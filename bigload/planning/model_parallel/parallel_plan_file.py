@@ -98,37 +98,21 @@ def read_parallel_plan(path: str | Path) -> ParallelPlan:
 
 
 def parallel_plan_from_json(text: str, *, source: str = "the plan") -> ParallelPlan:
-    """Return the plan that `text` describes; `source` names it in errors.
-
-    Raises:
-        InvalidPlanError: see `read_parallel_plan`.
-    """
+    """Return the plan that `text` describes; `source` names it in errors."""
     return parse_plan(text, SCHEMA, _plan, source=source)
 
 
 def open_parallel_planned(
     plan: ParallelPlan, path: str | Path | Checkpoint | None = None, *, source: str = "the plan"
 ) -> Checkpoint:
-    """Open the checkpoint that `plan` was made for, by default where it says, and check the plan against it.
-
-    Raises:
-        StalePlanError: files were changed, removed or added since.
-        InvalidPlanError: see `check_parallel_plan`.
-        CheckpointError: there is no such folder, or the system refused to read it.
-    """
+    """Open the checkpoint that `plan` was made for, by default where it says, and check the plan against it."""
     opened = open_unchanged(plan.shards, plan.checkpoint_path if path is None else path, source=source)
     check_parallel_plan(plan, opened, source=source)
     return opened
 
 
 def check_parallel_plan(plan: ParallelPlan, checkpoint: Checkpoint, *, source: str = "the plan") -> None:
-    """Raise unless `plan` was made for `checkpoint` as it is now, and its rows hold what its stages do.
-
-    Raises:
-        StalePlanError: shards changed, vanished or came.
-        InvalidPlanError: a tensor is on no rank, or ranks hold other bytes than the plan claims.
-        PartitionError: the rules of the plan do not divide the checkpoint.
-    """
+    """Raise unless `plan` was made for `checkpoint` as it is now, and its rows hold what its stages do."""
     check_subject(plan, checkpoint, source=source)
     model = DividedModel.of(checkpoint, plan.grid.tp, plan.options, plan.tp_rules)
     missing = model.not_below({name for modules in (*plan.stages, plan.left_out) for name in modules})

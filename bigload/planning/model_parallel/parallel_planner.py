@@ -42,11 +42,7 @@ class ParallelRequest:
     links: Links = field(default_factory=Links)
 
     def __post_init__(self) -> None:
-        """Check what contradicts itself.
-
-        Raises:
-            OptionError: options that are about one machine.
-        """
+        """Check what contradicts itself."""
         options = self.options
         if options.lora or options.expert_stats is not None or options.no_split or options.quantize:
             text = "adapters, recorded experts, --no-split and --quantize are for plans of one machine"
@@ -105,12 +101,7 @@ def plan_ranks(
 
 
 def divide(checkpoint: Checkpoint, request: ParallelRequest) -> DividedModel:
-    """Divide `checkpoint` among the ranks of a stage.
-
-    Raises:
-        PartitionError: heads, experts or features do not divide, or no rule says how.
-        OptionError: there are fewer blocks than stages.
-    """
+    """Divide `checkpoint` among the ranks of a stage."""
     model = DividedModel.of(checkpoint, request.grid.tp, request.options, request.tp_rules)
     if request.grid.pp > model.num_blocks:
         raise OptionError.of("pp", request.grid.pp, f"at most {model.num_blocks}: {checkpoint.name} has so many blocks")
@@ -118,12 +109,7 @@ def divide(checkpoint: Checkpoint, request: ParallelRequest) -> DividedModel:
 
 
 def plan_parallel(checkpoint: Checkpoint, gpu_bytes: int, request: ParallelRequest) -> ParallelPlan:
-    """Plan a model for the ranks of `request.grid`, each with a GPU of `gpu_bytes`.
-
-    Raises:
-        DoesNotFitError: a stage takes more than a GPU has; the hint says what would do.
-        PartitionError, OptionError: see `divide`.
-    """
+    """Plan a model for the ranks of `request.grid`, each with a GPU of `gpu_bytes`."""
     return plan_divided(divide(checkpoint, request), gpu_bytes, request)
 
 

@@ -31,10 +31,6 @@ def largest_context(checkpoint: Checkpoint, gpu_bytes: int, request: ParallelReq
     """Return the most tokens of each sequence that the ranks hold; the context of the request does not matter.
 
     What a longer context takes is never less, so halving over tokens finds it.
-
-    Raises:
-        DoesNotFitError: not even the weights fit.
-        PartitionError, OptionError: see `divide`.
     """
     model, workload = divide(checkpoint, request), request.options.workload
 
@@ -95,11 +91,7 @@ class LeastGpuMemory:
 
 
 def least_memory(checkpoint: Checkpoint, request: ParallelRequest) -> LeastGpuMemory:
-    """Return the least equal memory of GPUs on which a plan fits, one byte less does not.
-
-    Raises:
-        PartitionError, OptionError: see `divide`.
-    """
+    """Return the least equal memory of GPUs on which a plan fits, one byte less does not."""
     asked, grids = _memory(checkpoint, request), []
     for tp in _divisors(request.grid.num_ranks):
         grid = replace(request.grid, tp=tp, pp=request.grid.num_ranks // tp)
@@ -151,12 +143,7 @@ class RankExplanation:
 
 
 def explain_rank(checkpoint: Checkpoint, gpu_bytes: int, request: ParallelRequest, asked: str) -> RankExplanation:
-    """Say where the module or tensor `asked` is under the plan for `request`, and why.
-
-    Raises:
-        OptionError: nothing has such a name, or several things end so.
-        DoesNotFitError, PartitionError: see `plan_parallel`.
-    """
+    """Say where the module or tensor `asked` is under the plan for `request`, and why."""
     model = divide(checkpoint, request)
     plan = plan_divided(model, gpu_bytes, request)
     name = _name_in(checkpoint, asked)

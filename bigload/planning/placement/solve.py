@@ -17,11 +17,7 @@ class Solution(NamedTuple):
 
 
 def place_by(policy: str, problem: PlacementProblem) -> Placement | Misfit:
-    """Return the answer of one policy.
-
-    Raises:
-        OptionError: there is no such policy.
-    """
+    """Return the answer of one policy."""
     return cast(PlacementPolicy, policy_named(policy).load())(problem)
 
 

@@ -129,9 +129,6 @@ def explain(details: PlanDetails, name: str) -> Explanation:
 
     `name` is a key of the device map, a module above or below one, a tensor, or the end of such a name that only one
     has, `layers.37` for example.
-
-    Raises:
-        OptionError: nothing has such a name, or several things do; the hint names some.
     """
     subject = _Subject(details, name_in_checkpoint(details, name))
     trials = _Trials(details)

@@ -90,9 +90,6 @@ def max_context(structure: ModelStructure, budget: MemoryBudget, options: PlanOp
     """Return the largest contexts for `options.workload.batch` sequences; its `context` does not matter.
 
     A plan in which the cpu runs the model and accelerators stay unused counts only where that is so at a context of 0.
-
-    Raises:
-        DoesNotFitError: there is no plan even at a context of 0.
     """
     probe = _Probe(structure, budget, options)
     base = probe.cost(0)

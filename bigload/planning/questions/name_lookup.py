@@ -19,9 +19,6 @@ def name_in_checkpoint(details: PlanDetails, asked: str) -> str:
 
     A whole name is taken as it is, one in the names of the device map is translated, and the end of a name, such as
     `layers.37`, stands for the only module or tensor that ends so.
-
-    Raises:
-        OptionError: nothing has such a name, or several things do; the hint names some.
     """
     name = asked.strip().strip(".")
     known = dict.fromkeys(_known(details))

@@ -89,9 +89,6 @@ def fits(structure: ModelStructure, options: PlanOptions, counts: Sequence[int] 
     """Return the least equal memory per GPU, for each number of GPUs, on which a plan offloads nothing.
 
     Overhead, activations, and the caches and logits of `options.workload` are counted. One byte less does not do.
-
-    Raises:
-        OptionError: a number of GPUs below 1 or above `MAX_GPUS`; or a policy that keeps no weights on them.
     """
     if options.policy == Policy.STREAMED:
         raise OptionError.of(
@@ -158,11 +155,7 @@ class GpuNeeds(EveryGpu):
 
 
 def gpus(structure: ModelStructure, options: PlanOptions, gpu_bytes: int) -> GpuNeeds:
-    """Return how many GPUs of `gpu_bytes` a model needs, and the least RAM for one less, and for a single one.
-
-    Raises:
-        OptionError: a size that no device has.
-    """
+    """Return how many GPUs of `gpu_bytes` a model needs, and the least RAM for one less, and for a single one."""
     if not 0 < gpu_bytes <= MAX_SIZE:
         raise OptionError("a GPU has more than 0 bytes and less than 8 EiB")
     fixed = _fixed_bytes(structure, options)

@@ -46,10 +46,6 @@ def partition(checkpoint: Checkpoint, *, tp: int, rules: Mapping[str, str] | Non
 
     `rules`, styles by pattern, go before those of its config's `model_type`. Without a rule a tensor is whole on every
     rank.
-
-    Raises:
-        PartitionError: the model is of no known type and no rules were given; a rule matches nothing; or tensors do not
-            divide, each kind of which is named.
     """
     if not 1 <= tp <= MAX_RANKS:
         raise PartitionError(f"cannot divide among {tp} ranks", hint=f"choose 1 to {MAX_RANKS}")
@@ -92,11 +88,7 @@ class _Alike:
 
 
 def _layers(checkpoint: Checkpoint, overrides: tuple[Rule, ...], tp: int) -> list[tuple[RuledLayer, _Alike]]:
-    """Return the layers of `checkpoint` that a rule divides, one for all that are alike: models have tens of thousands.
-
-    Raises:
-        PartitionError: no rule matches, or an override matches nothing, or a companion of a parameter has no rule.
-    """
+    """Return the layers of `checkpoint` that a rule divides, one for all that are alike."""
     config = ModelConfig(checkpoint.config)
     rules = ModelRules(config, overrides)
     layers: list[tuple[RuledLayer, _Alike]] = []

@@ -113,11 +113,7 @@ class ModelRules:
         self._rules = {key: RuleSet((*overrides, *(rules or ()))) for key, rules in families.items()}
 
     def layers(self, tensors: Mapping[str, TensorForm]) -> Iterator[RuledLayer]:
-        """Yield the layers of `tensors` that a rule divides.
-
-        Raises:
-            PartitionError: the tensors of one layer have different rules.
-        """
+        """Yield the layers of `tensors` that a rule divides."""
         for layer, names in layers_by_name(tensors).items():
             yield from self.layers_of(layer, {leaf: tensors[name] for leaf, name in names.items()})
 
@@ -134,11 +130,7 @@ class ModelRules:
         return self._config, self._rules[None]
 
     def layers_of(self, name: str, tensors: Mapping[str, TensorForm]) -> Iterator[RuledLayer]:
-        """Yield the layer `name` if a rule divides it; `tensors` are its own, by the ends of their names.
-
-        Raises:
-            PartitionError: they have different rules.
-        """
+        """Yield the layer `name` if a rule divides it; `tensors` are its own, by the ends of their names."""
         config, rules = self._section(name)
         above, _, last = name.rpartition(".")
         by_rule: dict[Rule | None, dict[str, TensorForm]] = {}

@@ -62,11 +62,7 @@ class RuleSet:
 
 
 def override_rules(rules: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Return `rules`, styles by pattern, as rules.
-
-    Raises:
-        PartitionError: an unknown style or a malformed pattern; the details name all of them.
-    """
+    """Return `rules`, styles by pattern, as rules."""
     problems = []
     for pattern, style in rules.items():
         if style not in RULE_STYLES:
@@ -84,9 +80,6 @@ def read_tp_rules(path: str | Path) -> Mapping[str, str]:
     """Return the styles by pattern of the rules file at `path`, JSON if its name ends in `.json`, else TOML.
 
     All of it may stand under a key `rules`. The order of the file is kept: the first pattern that matches decides.
-
-    Raises:
-        PartitionError: the file cannot be read, or holds something else than texts by text.
     """
     try:
         text = read_text(Path(path), max_bytes=MAX_FILE_BYTES)

@@ -92,9 +92,6 @@ def predict(
         prompt_tokens: Length of the prompt; `PROMPT_TOKENS`, or the plan's context where that is shorter.
         ram_bytes: RAM that is free before the model is loaded: what of it is left keeps pages of streamed files.
             `None` for the profile's, and without that the plan's limit of RAM.
-
-    Raises:
-        OptionError: the profile lacks a device that the plan uses, or what that device computes.
     """
     workload = plan.options.workload
     if prompt_tokens is None:

@@ -90,11 +90,7 @@ def _from(module_name: str, name: str) -> list[str]:
 
 
 def check_devices_present(device_map: DeviceMap) -> None:
-    """Check that torch can use every device of `device_map`, a plan's for example.
-
-    Raises:
-        DeviceMapError: it cannot use one of them.
-    """
+    """Check that torch can use every device of `device_map`, a plan's for example."""
     for device in dict.fromkeys(device_map.values()):
         if device == "disk":
             continue

@@ -92,11 +92,7 @@ class FirstFit:
         self._device_map: OrderedDict[str, DeviceKey] = OrderedDict()
 
     def place(self, model_name: str) -> OrderedDict[str, DeviceKey]:
-        """Return a device for every item of the work list, in the order in which they were placed.
-
-        Raises:
-            DoesNotFitError: something found room on no device.
-        """
+        """Return a device for every item of the work list, in the order in which they were placed."""
         total = sum(item.num_bytes for item in self._work)
         while (item := self._work.take_first()) is not None:
             partners = self._ties.partners(item, self._work)

@@ -127,11 +127,7 @@ def _plan_at(path: Path) -> Plan | None:
 
 
 def _for_torch(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint`, unless it says that it was saved for something that lays weights out in another way.
-
-    Raises:
-        InvalidCheckpointError: it was.
-    """
+    """Return `checkpoint`, unless it says that it was saved for something that lays weights out in another way."""
     problems = [
         Problem(
             code="not-for-torch",

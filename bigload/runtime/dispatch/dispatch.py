@@ -225,11 +225,7 @@ class ResolvedDeviceMap:
         }
 
     def attach(self, model: nn.Module, weights: Weights, options: DispatchOptions) -> None:
-        """Give `model` the hooks that make it run so, with `weights` the values of what is offloaded.
-
-        Raises:
-            AbsentWeightError: see `check_supplied`; the model is as it was.
-        """
+        """Give `model` the hooks that make it run so, with `weights` the values of what is offloaded."""
         weights = with_tied_names(weights, self.tied)
         offloaded = self.offloaded_blocks()
         check_supplied(model, weights, lambda name: "." not in name or _is_in(name, offloaded))

@@ -206,11 +206,7 @@ def load_planned(
 
 
 def opened_plan(plan: Plan | StrPath) -> Plan:
-    """Return the plan, read if it is the path of a plan file or of a resharded folder.
-
-    Raises:
-        PlanError: there is no such plan, or it is none.
-    """
+    """Return the plan, read if it is the path of a plan file or of a resharded folder."""
     if isinstance(plan, Plan):
         return plan
     path = Path(plan)
@@ -218,11 +214,7 @@ def opened_plan(plan: Plan | StrPath) -> Plan:
 
 
 def map_for(model: nn.Module, plan: Plan, view: CheckpointView | None) -> dict[str, DeviceLike]:
-    """Return the device map that `plan` is for `model`; see `planned_map` for `view`.
-
-    Raises:
-        DeviceMapError: it does not cover the model; or see `planned_map`.
-    """
+    """Return the device map that `plan` is for `model`; see `planned_map` for `view`."""
     placed = planned_map(model, plan, view)
     check_device_map(model, placed)
     return placed

@@ -76,11 +76,7 @@ def in_batches(
 
 
 def check_digests(source: CheckpointSource, placed: Sequence[PlacedTensor], parts: Sequence[str]) -> None:
-    """Read what stays on disk once, for its digests.
-
-    Raises:
-        DamagedOutputError: a tensor is not what the manifest says.
-    """
+    """Read what stays on disk once, for its digests."""
     uncast = [replace(each, cast=None, stays=False) for each in placed]
     for _ in in_batches(source, uncast):
         pass

@@ -49,10 +49,6 @@ def matched(
         checkpoint: What `load_checkpoint_in_model` takes.
         strict: Refuse a checkpoint that lacks something or has more.
         is_complete: Refuse a checkpoint that lacks something for which `model` has no values either.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be opened.
-        StateDictMismatchError: as said above.
     """
     source = CheckpointSource.open(checkpoint).for_model(model)
     found = compare(model, source.unpacked, source.packed)

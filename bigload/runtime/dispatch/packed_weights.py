@@ -88,11 +88,6 @@ def packed_parameters_of(
         packed: See `packed_view`.
         tensors: Those of the view.
         load: Gives descriptions, by the names that the checkpoint has for them.
-
-    Raises:
-        LoadError: the model has other layers than the library packs weights for.
-        MissingPackageError: the library is not installed.
-        StateDictMismatchError: a weight has another shape.
     """
     places: dict[int, list[TensorSlot]] = {}
     slots: dict[str, list[TensorSlot]] = {}

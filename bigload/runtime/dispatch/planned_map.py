@@ -25,9 +25,6 @@ def planned_map(model: nn.Module, plan: Plan, view: CheckpointView | None) -> di
     that is. Where the model has other names than the checkpoint, each tensor has the device of the stored ones that it
     is made of, and modules whose tensors agree are one key; a module without stored tensors goes with the first that
     has some in the module around it.
-
-    Raises:
-        DeviceMapError: tensors of the model are made of stored ones that the plan has on several devices.
     """
     if view is None or all(view.sources(name) == (name,) for name in view.tensors):
         return _with_ties(model, replace(plan, renamed=None).device_map)

@@ -28,10 +28,6 @@ def check_supplied(
         model: Before it gets its hooks.
         weights: Values by name.
         is_brought: Whether the tensor of a name will have a hook that takes its value from `weights`.
-
-    Raises:
-        AbsentWeightError: a parameter or persistent buffer has no value, or is on the meta device where no hook
-            brings it; or a buffer that no checkpoint holds is on the meta device.
     """
     groups = _without_values(model)
     if not groups:

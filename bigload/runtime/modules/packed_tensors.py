@@ -148,12 +148,7 @@ def settle_all(model: nn.Module) -> None:
 
 
 def settle(module: nn.Module) -> None:
-    """Put back what a layer of bitsandbytes that has run keeps apart from its parameter.
-
-    Raises:
-        DispatchedModelError: it has put weights in 4 bits in an order of this CPU, which the library cannot undo
-            without changing them.
-    """
+    """Put back what a layer of bitsandbytes that has run keeps apart from its parameter."""
     of_library: Any = module
     if type(module).__name__ == "Linear8bitLt":
         state, weight = of_library.state, of_library.weight

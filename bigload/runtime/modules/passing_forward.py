@@ -75,10 +75,6 @@ def ready_layers(model: nn.Module, is_offloaded: Callable[[str], bool]) -> None:
     Args:
         model: Filled, before it gets its hooks.
         is_offloaded: Whether a hook will bring the weights of the module of a name.
-
-    Raises:
-        DispatchedModelError: a layer that is to be offloaded computes by a kernel that rearranges weights once they are
-            loaded.
     """
     of_library: Any = model
     if hasattr(model, "ct_decompress_hook"):  # it would unpack all of the model at the first forward

@@ -88,9 +88,6 @@ def check_computable(model: nn.Module, runs_on: Callable[[str], torch.device]) -
     Args:
         model: May be on the meta device.
         runs_on: The device on which the module of a name runs.
-
-    Raises:
-        LoadError: some cannot.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for name, module in model.named_modules():

@@ -54,11 +54,7 @@ def shared_tensors(module: nn.Module, recurse: bool, uncalled: bool = False) -> 
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise if `model` has tensors in modules that `torch.jit` has compiled: they cannot be replaced.
-
-    Raises:
-        DispatchedModelError: it has.
-    """
+    """Raise if `model` has tensors in modules that `torch.jit` has compiled: they cannot be replaced."""
     compiled = [
         name or type(model).__name__
         for name, module in model.named_modules()

@@ -53,12 +53,7 @@ class AssembledWeight:
     stored_files: Mapping[str, WeightFile]
 
     def view(self, *, populate: bool = True) -> torch.Tensor:  # noqa: ARG002 - as FileWeight has it
-        """Return the weight on the CPU, in memory of its own, cast on the way.
-
-        Raises:
-            ReadError: a file does not give its bytes, or is no longer the one that was opened.
-            NotEnoughMemoryError: there is no memory for it.
-        """
+        """Return the weight on the CPU, in memory of its own, cast on the way."""
         wanted = dtype_of(self.dtype)
         if wanted is None or min(wanted.bits, self.tensor.dtype.bits) < 8:
             wanted = self.tensor.dtype

@@ -58,10 +58,6 @@ def offload_writer(folder: StrPath) -> Iterator[OffloadWriter]:
 
     Writers of one folder, also those of other processes, wait for each other: two models would be mixed in it. What the
     folder holds stays, unless it is written again.
-
-    Raises:
-        InvalidCheckpointError: the folder has an `index.json` that is none.
-        WriteError: the system refused to write.
     """
     root = Path(folder)
     try:
@@ -90,12 +86,7 @@ class OffloadWriter:
         self._is_changed = not self._has_index
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Have the folder hold `tensor` as `name`. It is written unless it is there.
-
-        Raises:
-            OptionError: see `offload_weight`.
-            WriteError: the system refused to write.
-        """
+        """Have the folder hold `tensor` as `name`. It is written unless it is there."""
         checked_entry(name, tensor)
         values = on_cpu(tensor)
         self.add_parts(name, tensor.dtype, tensor.shape, lambda: [values])
@@ -111,10 +102,6 @@ class OffloadWriter:
             shape: Of the tensor.
             parts: Gives its rows, some at a time and in order. Called twice if the folder has another tensor of that
                 form, as what is there has to be compared first.
-
-        Raises:
-            OptionError: see `offload_weight`.
-            WriteError: the system refused to write.
         """
         entry = _entry(name, dtype, shape)
         digest = self._held(name, entry)
@@ -124,12 +111,7 @@ class OffloadWriter:
         self._note(name, entry, digest)
 
     def link(self, name: str, stored: str) -> None:
-        """Have the folder hold what was added as `stored` as `name`, too: one file, where the file system has links.
-
-        Raises:
-            OptionError: `name` cannot be a file's.
-            WriteError: the system refused to write.
-        """
+        """Have the folder hold what was added as `stored` as `name`, too: one file, where the file system has links."""
         _check_name(name)
         source, target = self._path(stored), self._path(name)
         if not _is_one_file(source, target):
@@ -138,11 +120,7 @@ class OffloadWriter:
         self._note(name, dict(self._index[stored]), self._records[stored].digest)
 
     def keep(self, name: str, shape: Sequence[int]) -> None:
-        """Have the folder hold what it holds as `name`.
-
-        Raises:
-            AbsentWeightError: it holds no such tensor, or one of another shape.
-        """
+        """Have the folder hold what it holds as `name`."""
         reading = IndexReading(self._folder)
         if name in self._index:
             reading.add(name, self._index[name])
@@ -156,11 +134,7 @@ class OffloadWriter:
             )
 
     def finish(self) -> None:
-        """Write what makes the folder complete.
-
-        Raises:
-            WriteError: the system refused to write.
-        """
+        """Write what makes the folder complete."""
         if self._is_changed:
             _write_records(self._folder, self._records)
             write_index(self._folder, self._index)
@@ -195,12 +169,7 @@ class OffloadWriter:
 
 @contextmanager
 def open_dat(path: Path, entry: Mapping[str, object]) -> Iterator[tuple[PositionalReader, DatForm]]:
-    """Open the `.dat` file at `path`, which the index gives `entry`, after checking that they go together.
-
-    Raises:
-        InvalidCheckpointError: no such dtype or shape, or the file has another size.
-        ReadError: the file cannot be read.
-    """
+    """Open the `.dat` file at `path`, which the index gives `entry`, after checking that they go together."""
     form = dat_form(entry)
     if isinstance(form, BadForm):
         raise InvalidCheckpointError(path, [Problem(code=form.code, file=path.name, text=form.text)])
@@ -212,12 +181,7 @@ def open_dat(path: Path, entry: Mapping[str, object]) -> Iterator[tuple[Position
 
 
 def checked_entry(name: str, tensor: torch.Tensor) -> Entry:
-    """Return what the index says of `tensor`.
-
-    Raises:
-        AbsentWeightError: it has no values.
-        OptionError: it has no form that a `.dat` file has, or the name cannot be a file's.
-    """
+    """Return what the index says of `tensor`."""
     entry = _entry(name, tensor.dtype, tensor.shape)
     if tensor.is_meta:
         hint = "load it before it is offloaded"
@@ -257,11 +221,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_dat(folder: Path, name: str, parts: Iterable[torch.Tensor]) -> str:
-    """Write tensors one after the other as the `.dat` file of the weight `name`, and return the digest.
-
-    Raises:
-        WriteError: the system refused to write; what was there before still is.
-    """
+    """Write tensors one after the other as the `.dat` file of the weight `name`, and return the digest."""
     digest = xxhash.xxh3_128()
     path = folder / f"{name}{DAT_SUFFIX}"
     with _written(path) as file:
@@ -277,11 +237,7 @@ def write_dat(folder: Path, name: str, parts: Iterable[torch.Tensor]) -> str:
 
 
 def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
-    """Write `index` as accelerate does.
-
-    Raises:
-        WriteError: the system refused to write; what was there before still is.
-    """
+    """Write `index` as accelerate does."""
     with _written(folder / DAT_INDEX) as file:
         file.write(index_text(index))
 
@@ -342,11 +298,7 @@ def _digest_in(path: Path, entry: Entry) -> str | None:
 
 
 def index_of(folder: Path) -> dict[str, Entry]:
-    """Return the `index.json` of `folder`, whose entries may be anything; nothing if there is none.
-
-    Raises:
-        InvalidCheckpointError: it is no index.
-    """
+    """Return the `index.json` of `folder`, whose entries may be anything; nothing if there is none."""
     if not os.path.lexists(folder / DAT_INDEX):
         return {}
     return read_dat_index(folder)  # type: ignore[return-value]  # entries are looked at when they are used

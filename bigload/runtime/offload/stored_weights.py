@@ -231,13 +231,7 @@ class MappedFiles:
     def tensor(
         self, path: Path, tensor: TensorInfo, *, expected: Signature = None, populate: bool = True
     ) -> torch.Tensor:
-        """Return the tensor that lies in the span of `tensor` of the file at `path`, as it is stored, on the CPU.
-
-        Raises:
-            ReadError: the file ends before it, or is not the one that had the signature `expected` (any, if `None`),
-                or changed since it was first mapped.
-            NotEnoughMemoryError: there is no memory for its page table.
-        """
+        """Return the tensor that lies in the span of `tensor` of the file at `path`, as it is stored, on the CPU."""
         dtype, shape = torch_dtype(tensor.dtype), torch_shape(tensor.dtype, tensor.shape)
         assert dtype is not None, "check_dtypes() comes first"
         span = tensor.span

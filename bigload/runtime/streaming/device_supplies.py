@@ -58,9 +58,6 @@ class DeviceCopyStream:
 
         Returns the event of the last copy's arrival; `None` if all have arrived. The copies keep the host memory that
         they read from. After an error, `mark` gives the event for those that were under way.
-
-        Raises:
-            ReadError: a file does not give its bytes.
         """
         transfers = self._opened_transfers()
         if after is not None:
@@ -170,11 +167,7 @@ class DeviceBufferSupply(_DeviceSupply):
         self.num_page_bytes = self._reads.num_file_bytes
 
     def reserve(self) -> None:
-        """Allocate the memory under the calling thread's stream.
-
-        Raises:
-            NotEnoughMemoryError: the device has none left.
-        """
+        """Allocate the memory under the calling thread's stream."""
         with torch.inference_mode(mode=False):  # what is made inside of it cannot be used outside
             memory = take_memory(str(self._copy_stream.device), self.num_bytes)
         self._residency = _DeviceResidency([memory], self._copy_stream.current_stream())
@@ -224,7 +217,6 @@ class TorchSupply(_DeviceSupply):
 
         Raises:
             ValueError: one has another shape than the module.
-            ReadError: a file is no longer the one that was opened.
         """
         stream = self._copy_stream.current_stream()
         if self._residency is None:

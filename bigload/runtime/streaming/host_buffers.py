@@ -55,11 +55,7 @@ class BufferPool:
         self._most_bytes = 0
 
     def lend(self, num_bytes: int) -> PooledBuffer:
-        """Return memory of `num_bytes` or somewhat more, aligned to a page; what it holds is anybody's guess.
-
-        Raises:
-            NotEnoughMemoryError: the system has none.
-        """
+        """Return memory of `num_bytes` or somewhat more, aligned to a page; what it holds is anybody's guess."""
         unit = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else mmap.PAGESIZE
         num_bytes = -(-max(num_bytes, 1) // unit) * unit
         with self._lock:

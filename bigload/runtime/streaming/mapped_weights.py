@@ -67,12 +67,7 @@ class MappedSupply(Supply):
         self.num_bytes = self.num_page_bytes = sum(each.stop - each.start for each in self._ranges)
 
     def fetch(self) -> None:
-        """Have all pages in the page cache, and enter into the page table those that were not there.
-
-        Raises:
-            ReadError: the disk does not give all of it.
-            NotEnoughMemoryError: there is no memory for the page table.
-        """
+        """Have all pages in the page cache, and enter into the page table those that were not there."""
         for place, buffer, start, stop in self._ranges:
             if has_all_cached(place.path, start, stop):
                 continue  # faults of those who compute, each of 16 pages, take half the time
@@ -83,11 +78,7 @@ class MappedSupply(Supply):
                 raise ReadError(place.path, f"the disk did not give bytes {start} to {stop} ({os.strerror(reason)})")
 
     def arrive(self) -> Sequence[torch.Tensor]:
-        """Return the weights: the same tensors each time, as long as the values in memory are the same.
-
-        Raises:
-            ReadError: a file is no longer the one that was opened.
-        """
+        """Return the weights: the same tensors each time, as long as the values in memory are the same."""
         for place in self._files.values():  # also those whose pages stay: they are still the file's
             place.check()
         for number, source in self._in_memory:

@@ -165,13 +165,7 @@ class Streamer:
         self._has_succeeded = True
 
     def enter(self, block: StreamedBlock) -> None:
-        """Install the weights of `block` for a forward of the calling thread. Waits until they are resident.
-
-        Raises:
-            ReadError: they could not be read. The block is as it was before.
-            NotEnoughMemoryError: there is no memory for them.
-            StateDictMismatchError: values have other shapes than the model.
-        """
+        """Install the weights of `block` for a forward of the calling thread. Waits until they are resident."""
         began = time.perf_counter()
         with self._lock:
             self._choose_limits()
@@ -236,12 +230,7 @@ class Streamer:
                 self._evict(block)
 
     def load_resident_experts(self) -> None:
-        """Load the experts that are to be there from the beginning.
-
-        Raises:
-            ReadError: one could not be read.
-            NotEnoughMemoryError: there is no memory for them.
-        """
+        """Load the experts that are to be there from the beginning."""
         for block in [block for block in self._blocks if block.is_routed and block.is_kept]:
             with self._lock:
                 self._choose_limits()

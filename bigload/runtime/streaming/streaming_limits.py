@@ -62,7 +62,6 @@ class StreamOptions:
 
         Raises:
             ValueError: a text is no size.
-            OptionError: `experts_on_demand` is the path of a file that is no record of the model's experts.
         """
         bounds = [size if size is None else convert_file_size_to_int(size) for size in (prefetch_bytes, resident_bytes)]
         if not prefetch:

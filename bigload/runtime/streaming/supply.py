@@ -28,11 +28,7 @@ class Supply:
     num_page_bytes: int
 
     def reserve(self) -> None:
-        """Allocate memory. Does not wait.
-
-        Raises:
-            NotEnoughMemoryError: there is none.
-        """
+        """Allocate memory. Does not wait."""
 
     def fetch(self) -> None:
         """Load the bytes, in any thread."""

@@ -108,11 +108,7 @@ class WeightReads:
             yield self._value(_file(slot)), slot.buffer, wanted
 
     def carry_out(self, memory: Sequence[Memory], stagers: Mapping[str, Stager]) -> None:
-        """Fill `memory`, as `loading.engine.read` does.
-
-        Raises:
-            ReadError: a file does not give its bytes, or is no longer the one that was opened.
-        """
+        """Fill `memory`, as `loading.engine.read` does."""
         self._note_values()
         self._check_files()
         files = sorted({job.file for job in self.schedule.jobs})

@@ -123,11 +123,7 @@ def bench_load(
 
 
 def methods(text: str) -> tuple[Method, ...]:
-    """Return the methods in a list such as `read,mmap`.
-
-    Raises:
-        typer.BadParameter: not a list of methods.
-    """
+    """Return the methods in a list such as `read,mmap`."""
     words = [word.strip().lower() for word in text.split(",")]
     known = [method.value for method in Method]
     if unknown := [word for word in words if word not in known]:
@@ -136,12 +132,7 @@ def methods(text: str) -> tuple[Method, ...]:
 
 
 def check_picture(path: Path | None) -> None:
-    """Raise unless a plot can be drawn for `path`.
-
-    Raises:
-        OptionError: the suffix is not that of a supported picture format.
-        MissingPackageError: matplotlib is not installed.
-    """
+    """Raise unless a plot can be drawn for `path`."""
     from bigload.errors import OptionError
     from bigload.extras import require
 

@@ -39,11 +39,7 @@ _TAKEN = _ASKS | {
 
 
 def asked(ctx: typer.Context) -> bool:
-    """Return whether the options given ask for a plan for ranks.
-
-    Raises:
-        OptionError: others are given that are about one machine.
-    """
+    """Return whether the options given ask for a plan for ranks."""
     given = [name for name in ctx.params if _is_given(ctx, name)]
     if not _ASKS.intersection(given):
         return False

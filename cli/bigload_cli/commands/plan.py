@@ -282,11 +282,7 @@ def plan(
 def _offload(
     offload: Offload, policy: str, *, prefetch: bool, no_split: list[str] | None
 ) -> tuple[str, bool, list[str] | None]:
-    """Return the policy, whether two units are in flight, and what stays whole.
-
-    Raises:
-        OptionError: other options say otherwise.
-    """
+    """Return the policy, whether two units are in flight, and what stays whole."""
     from bigload.errors import OptionError
 
     contradicting = {"--policy": policy != Policy.OPTIMAL, "--prefetch": prefetch, "--no-split": bool(no_split)}

@@ -89,12 +89,7 @@ def predictor(
     link_bandwidth: int | None = None,
     quiet: bool = True,
 ) -> Predictor | None:
-    """Return the machine that was asked for, with bandwidths that were; without either this one, if it was measured.
-
-    Raises:
-        typer.BadParameter: two machines.
-        OptionError: no such profile.
-    """
+    """Return the machine that was asked for, with bandwidths that were; without either this one, if it was measured."""
     if profile is not None and measure:
         raise typer.BadParameter("--profile and --measure are two machines; leave one out")
     if profile is not None:
@@ -137,11 +132,7 @@ def _of_this_machine(path: str, *, measure: bool, quiet: bool) -> MachineProfile
 
 
 def tokens_per_second(text: str) -> float:
-    """Return the speed that `5tok/s` stands for.
-
-    Raises:
-        OptionError: no speed above 0.
-    """
+    """Return the speed that `5tok/s` stands for."""
     from bigload.errors import OptionError
 
     found = _SPEED.fullmatch(text)
@@ -160,13 +151,7 @@ def plan_that_does(
     check: Callable[[PlanDetails], None],
     least_context: int | None,
 ) -> PlanDetails:
-    """Return a plan that passes `check` and reaches `target` tokens per second, with less than was asked for if needed.
-
-    Raises:
-        AnswerIsNoError: none does; the text says what the best one found does.
-        DoesNotFitError: not even the least fits.
-        OptionError: the machine is not known, so that no speed can be told.
-    """
+    """Return a plan that passes `check` and reaches `target` tokens per second, with less than asked for if needed."""
     from dataclasses import replace
 
     from bigload.errors import DoesNotFitError, OptionError

@@ -54,11 +54,7 @@ class PlanQuestion(NamedTuple):
         return self.fits or self.gpus is not None
 
     def check(self, *, writes: bool, fail_if: bool) -> None:
-        """Raise if options contradict each other.
-
-        Raises:
-            typer.BadParameter: two questions, or a question beside what only a plan can do.
-        """
+        """Raise if options contradict each other."""
         if len(self.asked) > 1:
             raise typer.BadParameter(f"{' and '.join(self.asked)} are two questions; ask one at a time")
         if self.asked and (writes or fail_if):
@@ -131,7 +127,9 @@ def _about_need(question: PlanQuestion, checkpoint: Checkpoint, options: PlanOpt
     )
 
 
-def _about_budget(question: PlanQuestion, checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions) -> PlanAnswer:
+def _about_budget(
+    question: PlanQuestion, checkpoint: Checkpoint, budget: MemoryBudget, options: PlanOptions
+) -> PlanAnswer:
     """Answer what a plan for this memory does, and why."""
     from bigload.planning.model.structure import read_structure
     from bigload.planning.planner import plan_details
@@ -164,11 +162,7 @@ def _about_budget(question: PlanQuestion, checkpoint: Checkpoint, budget: Memory
 
 
 def _policies(text: str) -> list[str]:
-    """Return the policies of a list such as `sequential,balanced`.
-
-    Raises:
-        typer.BadParameter: one that there is not.
-    """
+    """Return the policies of a list such as `sequential,balanced`."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     unknown = [word for word in words if word not in POLICIES]
     if unknown or not words:

@@ -262,11 +262,7 @@ def _mode(given: Mapping[_Mode, object]) -> _Mode:
 
 
 def _prompts(mode: _Mode, prompt: str | None, file: Path | None) -> list[Prompt]:
-    """Return the prompts that are known before the model is looked at.
-
-    Raises:
-        OptionError: there is none, or one that is no prompt.
-    """
+    """Return the prompts that are known before the model is looked at."""
     if mode not in (_Mode.PROMPT, _Mode.FILE):
         return []
     from bigload.generation.prompts import Prompt, read_prompts

@@ -118,10 +118,6 @@ def write_report(
     """Write the page at `path`, whole or not at all; replaces another such page, and nothing else.
 
     `-` is stdout.
-
-    Raises:
-        OutputExistsError: something that is not such a page stands there.
-        WriteError: the system refused.
     """
     target = Path(path)
     if not is_stdout(target):

@@ -90,11 +90,7 @@ def read_header(read: ReadRange, num_bytes: int, file: str) -> ShardHeader:
 
 
 def stored_keys(read: ReadRange, num_bytes: int) -> dict[str, bytes]:
-    """Return the value of each key as the file has it: the number of its type, then the value.
-
-    Raises:
-        FormatError: as `read_header`.
-    """
+    """Return the value of each key as the file has it: the number of its type, then the value."""
     reader = _Reader(read, num_bytes)
     _, num_keys = _beginning(reader)
     places = dict[str, tuple[int, int]]()
