@@ -15,6 +15,7 @@ import xllamacpp
 
 parameters = xllamacpp.CommonParams()
 parameters.model.path, parameters.n_ctx, parameters.port, parameters.warmup = sys.argv[1], 256, 0, False
+parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
 server = xllamacpp.Server(parameters)
 def ask(path, **content):
     body = json.dumps(content).encode()

@@ -43,11 +43,12 @@ _DOUBLED = SizeRule(
     lambda inner, hidden: inner == 2 * hidden,
 )
 _RULES: Mapping[str, tuple[SizeRule, ...]] = {
-    "llama": (_ROTATED,),
-    "mamba": (_DOUBLED,),
-    "olmoe": (_SQUARE, _EVERY_KEY, _ROTATED),
-    "phi3": (_SQUARE,),
+    **dict.fromkeys(("llama", "qwen3", "qwen3moe"), (_ROTATED,)),
+    **dict.fromkeys(("phi3", "stablelm"), (_SQUARE,)),
+    **dict.fromkeys(("olmo2", "qwen2", "qwen2moe", "starcoder2"), (_SQUARE, _ROTATED)),
     "dots1": (_EVERY_KEY, _ROTATED),
+    "olmoe": (_SQUARE, _EVERY_KEY, _ROTATED),
+    "mamba": (_DOUBLED,),
 }
 """By architecture. They are shapes of tensors and assertions of a graph in a file of llama.cpp's `src/models/`; that of
 `n_rot` for Llama is in `load_hparams` of `src/llama-model.cpp`."""

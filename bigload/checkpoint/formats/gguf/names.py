@@ -98,7 +98,7 @@ def place_of(family: Family, name: str) -> tuple[str, int, str] | None:
     """Return the stack of blocks, the number and the name in the block of what transformers calls `name`."""
     for stack, (layers, _) in family.stacks.items():
         number, _, rest = name.removeprefix(f"{layers}.").partition(".")
-        if name.startswith(f"{layers}.") and number.isdecimal() and rest:
+        if name.startswith(f"{layers}.") and number.isdecimal() and len(number) < 10 and rest:
             return stack, int(number), rest
     return None
 
