@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from bigload.conversion.computed_tensor import Operand, OperandRows, shape_of
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch, shape_of
 from bigload.conversion.strided_pieces import PiecedTensor
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class JoinedRows:
         """Return the rows of each tensor."""
         return [OperandRows(each.tensor, each.start, each.stop) for each in self._between(start, stop)]
 
-    def compute(self, start: int, stop: int, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
         """Return the columns of them."""
         import torch
 
