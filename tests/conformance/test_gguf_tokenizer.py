@@ -66,6 +66,20 @@ def spaced():
     return finished(tokenizers.Tokenizer.from_str(json.dumps(content)), has_start=True)
 
 
+def unigram():
+    """Return a tokenizer of the form of T5."""
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    made.normalizer = tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " ")
+    before = tokenizers.pre_tokenizers
+    made.pre_tokenizer = before.Sequence([before.WhitespaceSplit(), before.Metaspace()])
+    made.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.UnigramTrainer(
+        vocab_size=400, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    made.train_from_iterator(CORPUS, trainer)
+    return finished(made, has_start=False)
+
+
 def finished(made, *, has_start):
     added = [tokenizers.AddedToken(text, special=True, normalized=False) for text in ("<|start|>", "<|end|>")]
     made.add_special_tokens(added)
@@ -150,6 +164,19 @@ def test_a_reshard_of_the_file_alone_writes_the_tokenizer(case, tmp_path):
     for text in texts_for(name):
         assert found(text).input_ids == expected(text).input_ids
     assert found.chat_template == expected.chat_template
+
+
+def test_llama_cpp_finds_the_tokens_of_a_unigram_model(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=ROWS, max_position_embeddings=128, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "in")
+    tokenizer = unigram()
+    tokenizer.save_pretrained(tmp_path / "in")
+    bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+    texts = [text for text in TEXTS if not {"<", "\n"} & set(text)]  # a table of characters makes spaces of line ends
+    found, _ = llama_cpp_server.ask(tmp_path / "out/model.gguf", texts)
+    assert found == [tokenizer(text).input_ids for text in texts]
+    assert len(set(map(len, found))) > 3
 
 
 def test_what_transformers_does_not_read_stays_in_the_file_with_the_reason(tmp_path):

@@ -1,7 +1,8 @@
 """Read `tokenizer.model`, the vocabulary that SentencePiece writes.
 
 It is a protobuf (`sentencepiece_model.proto`): field 1 is a piece (1 text, 2 score, 3 kind), field 2 says how it was
-trained (3: 1 unigram, 2 BPE), field 3 how text is normalised (3: whether a space is put in front).
+trained (3: 1 unigram, 2 BPE), field 3 how text is normalised (2: table of characters, 3: whether a space is put in
+front, 4: whether spaces are merged).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class SentencePieces:
     kinds: tuple[int, ...]
     is_bpe: bool
     adds_space: bool
+    merges_spaces: bool = True
+    characters: bytes = b""
 
 
 def parse_sentencepiece(data: bytes) -> SentencePieces:
@@ -33,18 +36,19 @@ def parse_sentencepiece(data: bytes) -> SentencePieces:
         ValueError: it is no such file.
     """
     pieces: list[tuple[str, float, int]] = []
-    is_bpe, adds_space = False, True
+    is_bpe, normaliser = False, list[tuple[int, int | bytes]]()
     for field, value in _fields(data):
         if field == 1 and isinstance(value, bytes):
             pieces.append(_piece(value))
         elif field == 2 and isinstance(value, bytes):
             is_bpe = (3, _BPE) in _fields(value)
         elif field == 3 and isinstance(value, bytes):
-            adds_space = (3, 0) not in _fields(value)
+            normaliser = list(_fields(value))
     if not pieces:
         raise ValueError("it has no pieces")
     texts, scores, kinds = zip(*pieces, strict=True)
-    return SentencePieces(texts, scores, kinds, is_bpe, adds_space)
+    characters = next((value for field, value in normaliser if field == 2 and isinstance(value, bytes)), b"")
+    return SentencePieces(texts, scores, kinds, is_bpe, (3, 0) not in normaliser, (4, 0) not in normaliser, characters)
 
 
 def _piece(data: bytes) -> tuple[str, float, int]:

@@ -1,8 +1,9 @@
 """Tokenizer of a folder of transformers as the metadata of a GGUF file, by which llama.cpp turns text into tokens.
 
-llama.cpp has two kinds for the families that `families.py` knows. `gpt2` is BPE over bytes: tokens, merges, and the
+llama.cpp has three kinds for the families that `families.py` knows. `gpt2` is BPE over bytes: tokens, merges, and the
 name of the rule that splits text beforehand. `llama` is SentencePiece's BPE: tokens and scores, of which the highest
-is merged first. The keys are those of gguf-py's `constants.py`, the types of tokens those of its `TokenType`.
+is merged first. `t5` is SentencePiece's unigram model: tokens and scores, whose sum is to be the highest. The keys are
+those of gguf-py's `constants.py`, the types of tokens those of its `TokenType`.
 
 llama.cpp's converter finds the name of a rule by a digest of the ids of a certain text; here the rule itself, in
 tokenizer.json, is compared with those of `llama-vocab.cpp`. So models whose vocabulary was extended have a name too.
@@ -11,12 +12,13 @@ tokenizer.json, is compared with those of `llama-vocab.cpp`. So models whose voc
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from bigload.checkpoint.formats.gguf.writing import MetadataValue
+from bigload.checkpoint.formats.gguf.writing import MetadataValue, numbers_of_bytes
 from bigload.checkpoint.formats.sentencepiece_model import SentencePieces, parse_sentencepiece
 from bigload.checkpoint.index import read_beside
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
@@ -109,7 +111,10 @@ def tokenizer_metadata(root: Path, num_rows: int) -> dict[str, MetadataValue]:
     """
     folder = _read(root)
     rule: dict[str, MetadataValue] = {}
-    if _is_sentencepiece(folder):
+    if _is_unigram(folder):
+        kind, tokens = "t5", _unigram_tokens(folder)
+        rule |= _unigram_rule(folder)
+    elif _is_sentencepiece(folder):
         kind, tokens = "llama", _sentencepiece_tokens(folder)
         rule |= {"tokenizer.ggml.pre": "default", "tokenizer.ggml.add_space_prefix": _adds_space(folder)}
     else:
@@ -127,7 +132,7 @@ def tokenizer_metadata(root: Path, num_rows: int) -> dict[str, MetadataValue]:
         **_special_tokens(folder, tokens),
         **_templates(folder),
     }
-    if kind == "llama":
+    if kind != "gpt2":
         found["tokenizer.ggml.scores"] = [tokens.scores.get(number, _ADDED_SCORE) for number in numbers]
     _check_text(found)
     return found
@@ -150,7 +155,7 @@ def _read(root: Path) -> _Folder:
     stored = (
         None
         if _model(tokenizer).get("type") == "BPE" and not _has_spaces(tokenizer)
-        else _content(root, "tokenizer.model")
+        else _content(root, "tokenizer.model") or _content(root, "spiece.model")
     )
     pieces = None
     if stored is not None:
@@ -214,16 +219,64 @@ def _has_spaces(tokenizer: Mapping[str, object]) -> bool:
 
 
 def _is_sentencepiece(folder: _Folder) -> bool:
-    if folder.pieces is not None and not folder.pieces.is_bpe:
-        raise UnknownTokenizerError(
-            "it is a unigram model of SentencePiece; llama.cpp's kind for these families is BPE"
-        )
     if not folder.tokenizer:
         return True
     if _model(folder.tokenizer).get("type") != "BPE":
         kind = _model(folder.tokenizer).get("type")
         raise UnknownTokenizerError(f"tokenizer.json has a model of type {kind!r:.100}, expected 'BPE'")
     return _has_spaces(folder.tokenizer)
+
+
+def _is_unigram(folder: _Folder) -> bool:
+    if folder.pieces is not None:
+        return not folder.pieces.is_bpe
+    return _model(folder.tokenizer).get("type") == "Unigram"
+
+
+def _unigram_tokens(folder: _Folder) -> _Tokens:
+    if folder.pieces is not None:
+        return _sentencepiece_tokens(folder)
+    model, tokens = _model(folder.tokenizer), _Tokens()
+    pieces = model.get("vocab")
+    for number, piece in enumerate(pieces if isinstance(pieces, list) else []):
+        if not isinstance(piece, list) or [type(each) for each in piece] not in ([str, float], [str, int]):
+            raise UnknownTokenizerError(f"tokenizer.json has the piece {piece!r:.100}, expected a text and its score")
+        kind = TokenType.UNKNOWN if number == model.get("unk_id") else TokenType.NORMAL
+        tokens.add(number, piece[0], kind, float(piece[1]))
+    _add_added(folder, tokens)
+    return tokens
+
+
+def _unigram_rule(folder: _Folder) -> dict[str, MetadataValue]:
+    """Return how text is changed before it is cut into pieces: the table of characters, and what happens to spaces."""
+    if folder.pieces is not None:
+        characters, merges = folder.pieces.characters, folder.pieces.merges_spaces
+    else:
+        steps = _steps(folder.tokenizer, "normalizer", "normalizers")
+        other = [step.get("type") for step in steps if step.get("type") not in ("Precompiled", "Replace", "Strip")]
+        if other:
+            raise UnknownTokenizerError(
+                f"tokenizer.json normalises text by {other[0]!r:.100}, which llama.cpp does not"
+            )
+        tables = [step.get("precompiled_charsmap") for step in steps if step.get("type") == "Precompiled"]
+        splits = _steps(folder.tokenizer, "pre_tokenizer", "pretokenizers")
+        merges = any(step.get("type") == "Replace" for step in steps) or any(
+            step.get("type") == "WhitespaceSplit" for step in splits
+        )
+        try:
+            characters = b64decode(tables[0], validate=True) if tables and isinstance(tables[0], str) else b""
+        except ValueError as error:
+            raise UnknownTokenizerError(
+                f"tokenizer.json has a precompiled_charsmap that is no base64: {error}"
+            ) from None
+    found: dict[str, MetadataValue] = {
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.add_space_prefix": _adds_space(folder),
+        "tokenizer.ggml.remove_extra_whitespaces": merges,
+    }
+    if characters:
+        found["tokenizer.ggml.precompiled_charsmap"] = numbers_of_bytes(characters)
+    return found
 
 
 def _vocabulary(tokenizer: Mapping[str, object]) -> Iterable[tuple[str, int]]:

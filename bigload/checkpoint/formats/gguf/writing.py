@@ -16,6 +16,11 @@ MetadataValue = str | bytes | bool | int | float | Sequence[str] | Sequence[int]
 _NUMBERS = {dtype.name: number for number, dtype in GGML_DTYPES.items()}
 
 
+def numbers_of_bytes(data: bytes) -> bytes:
+    """Return the value of a key that is an array of these bytes."""
+    return struct.pack("<IIQ", 9, 0, len(data)) + data
+
+
 def refusal(expected: str, *, hint: str | None = None) -> OptionError:
     """Return the error for a model that has no form in GGUF, or none that llama.cpp computes by."""
     return OptionError.of("layout", "gguf", expected, hint=hint)

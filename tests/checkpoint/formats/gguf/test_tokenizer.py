@@ -1,5 +1,6 @@
 """Tokenizers in written GGUF files: the keys by which llama.cpp makes tokens of text, or why there are none."""
 
+import base64
 import json
 import random
 import struct
@@ -140,12 +141,12 @@ def text(field, value):
     return bytes([field << 3 | 2, len(value)]) + value
 
 
-def sentencepiece(*pieces, kind=2, adds_space=True):
+def sentencepiece(*pieces, kind=2, adds_space=True, table=b""):
     made = [
         text(1, text(1, piece.encode()) + bytes([2 << 3 | 5]) + struct.pack("<f", score) + number(3, kind))
         for piece, score, kind in pieces
     ]
-    return b"".join(made) + text(2, number(3, kind)) + text(3, number(3, int(adds_space)))
+    return b"".join(made) + text(2, number(3, kind)) + text(3, text(2, table) + number(3, int(adds_space)))
 
 
 PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("<0x00>", 0.0, 6), ("▁a", -0.5, 1), ("é", -1.5, 1)]
@@ -190,7 +191,7 @@ UNKNOWN = {
     "too many tokens": ({**BPE, "added_tokens": [{"id": 8, "content": "x"}]}, None, "number 8, and the model has 8"),
     "half a character": ({**BPE, "added_tokens": [{"id": 4, "content": "\ud800"}]}, None, "no UTF-8"),
     "a kind that is none": (None, sentencepiece(("a", 0.0, 9)), "a piece of kind 9"),
-    "a unigram model": (None, sentencepiece(*PIECES, kind=1), "unigram"),
+    "a unigram model without scores": ({"model": {"type": "Unigram", "vocab": [["a"]]}}, None, "the piece \\['a'\\]"),
     "no SentencePiece": (None, b"IQ== 0\n", "not SentencePiece's"),
 }
 
@@ -221,3 +222,25 @@ def test_mutated_pieces_raise_value_errors_only():
         except ValueError:
             pass
     assert 0 < num_whole < 3000
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_unigram_model_has_scores_and_its_table_of_characters(tmp_path, has_model):
+    table = b"\x04\0\0\0abcd"
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+    model = {"type": "Unigram", "unk_id": 2, "vocab": [["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], ["a", -1.5]]}
+    spaces = {"type": "Metaspace", "prepend_scheme": "always"}
+    rule = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, spaces]}
+    content = {"model": model, "normalizer": normalizer, "pre_tokenizer": rule}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    if has_model:
+        (tmp_path / "spiece.model").write_bytes(sentencepiece(*PIECES, kind=1, table=table))
+    found = tokenizer_metadata(tmp_path, 5)
+    assert found["tokenizer.ggml.model"] == "t5"
+    assert found["tokenizer.ggml.remove_extra_whitespaces"] is True
+    assert found["tokenizer.ggml.add_space_prefix"] is True
+    assert found["tokenizer.ggml.precompiled_charsmap"] == struct.pack("<IIQ", 9, 0, 8) + table
+    if not has_model:
+        assert found["tokenizer.ggml.tokens"] == ["<pad>", "</s>", "<unk>", "a", "[PAD4]"]
+        assert found["tokenizer.ggml.scores"][3] == -1.5
+        assert found["tokenizer.ggml.token_type"] == [1, 1, 2, 1, 5]
