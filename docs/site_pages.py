@@ -121,6 +121,14 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     return _LINK.sub(moved, markdown)
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Replace the script that the theme takes from another host by one of the site."""
+    for page in Path(config.site_dir).rglob("*.html"):
+        own = os.path.relpath(Path(config.site_dir) / "search_frame.js", page.parent)
+        text = page.read_text(encoding="utf-8")
+        page.write_text(text.replace("https://unpkg.com/iframe-worker/shim", own), encoding="utf-8")
+
+
 def _listed(page: str) -> str:
     return ", ".join(f"[`{name}`](api/{page}.md#{path})" for name, path in names_of(page).items())
 

@@ -52,3 +52,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     assert 'id="bigload.errors.BigloadError"' in (tmp_path / "site" / "api" / "errors.html").read_text()
+    scripts = {
+        script
+        for page in (tmp_path / "site").rglob("*.html")
+        for script in re.findall(r'<script[^>]* src="?([^" >]+)', page.read_text())
+    }
+    assert [script for script in scripts if ":" in script] == []  # nothing of other hosts
