@@ -75,8 +75,13 @@ def test_what_is_right_is_loaded_as_without(made, way):
     assert all(torch.equal(plain[name], checked[name]) for name in plain)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize(("name", "position"), [("large", 0), ("large", LARGE - 1), ("a.weight", 77), ("b.weight", -1)])
+@pytest.mark.parametrize(
+    ("name", "position", "way"),
+    [
+        *(("large", LARGE - 1, way) for way in WAYS),
+        *((name, position, {}) for name, position in (("large", 0), ("a.weight", 77), ("b.weight", -1))),
+    ],
+)
 def test_one_wrong_bit_is_an_error_that_names_file_and_tensor(made, damaged, way, name, position):
     folder, tensors = made
     damaged(name, position if position >= 0 else tensors[name].nbytes - 1)

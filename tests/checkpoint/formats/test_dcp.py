@@ -10,10 +10,13 @@ import bigload
 from bigload.errors import OptionError, UnsupportedFormatError
 from rank_processes import run_ranks
 
-KINDS = [("fsdp", 2), ("tp", 2), ("fsdp", 3), ("fsdp+tp", 4)]
+KINDS = [("fsdp", 3), ("fsdp+tp", 4)]
+SIMPLE_KINDS = [("fsdp", 2), ("tp", 2)]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+@pytest.fixture(
+    scope="module", params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SIMPLE_KINDS)], ids=str
+)
 def folder(request, tmp_path_factory):
     kind, size = request.param
     made = tmp_path_factory.mktemp("dcp") / "saved"
@@ -70,7 +73,9 @@ def test_experts_of_several_ranks_are_joined(tmp_path):
     equal(dict(bigload.load(tmp_path / "saved")), saved.experts())
 
 
-@pytest.mark.parametrize(("kind", "size"), KINDS)
+@pytest.mark.parametrize(
+    ("kind", "size"), [*KINDS, *(pytest.param(*kind, marks=pytest.mark.slow) for kind in SIMPLE_KINDS)]
+)
 def test_parts_in_safetensors_are_joined_as_torch_consolidates_them(tmp_path, kind, size):
     """torch's consolidation refuses whole numbers and booleans, which the parts may have."""
     assert run_ranks(size, saved.save_consolidated, kind, str(tmp_path / "torch")) == [True] * size

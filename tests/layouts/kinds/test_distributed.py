@@ -29,7 +29,7 @@ def model_folder(tmp_path):
     return tmp_path / "m.safetensors"
 
 
-@pytest.mark.parametrize(("kind", "size"), [("fsdp", 2), ("tp", 2)])
+@pytest.mark.parametrize(("kind", "size"), [("fsdp", 2), pytest.param("tp", 2, marks=pytest.mark.slow)])
 def test_ranks_load_it(tmp_path, model_folder, kind, size):
     bigload.reshard(model_folder, tmp_path / "out", layout="dcp")
     assert run_ranks(size, saved.load, kind, str(tmp_path / "out")) == [True] * size

@@ -67,16 +67,17 @@ def cold(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("size", "kind"), [(2, "whole"), (2, "overlapping"), (4, "replicated"), (4, "on meshes of their own")]
-)
+FOUR_RANKS = [pytest.param(4, kind, marks=pytest.mark.slow) for kind in ("replicated", "on meshes of their own")]
+
+
+@pytest.mark.parametrize(("size", "kind"), [(2, "whole"), (2, "overlapping"), *FOUR_RANKS])
 def test_what_several_ranks_of_a_host_need_is_read_once(cold, size, kind):
     ranks = run_ranks(size, read_cold, str(cold), kind, 1)
     assert "direct" in [method for method, *_ in ranks], "the choice of the first, for what it has for itself"
     assert NUM_BYTES <= sum(from_disk for _, from_disk, _ in ranks) < 1.25 * NUM_BYTES
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2, "whole"), (4, "replicated"), (4, "on meshes of their own")])
+@pytest.mark.parametrize(("size", "kind"), [(2, "whole"), *FOUR_RANKS])
 def test_what_another_host_needs_as_well_is_read_past_the_page_cache(cold, size, kind):
     ranks = run_ranks(size, read_cold, str(cold), kind, 2)
     assert 2 * NUM_BYTES <= sum(from_disk for _, from_disk, _ in ranks) < 2.5 * NUM_BYTES
