@@ -88,7 +88,7 @@ def test_parts_in_safetensors_are_joined_as_torch_consolidates_them(tmp_path, ki
     equal(found, {name: each for name, each in saved.model().state_dict().items() if each.is_floating_point()})
 
 
-@pytest.mark.parametrize("options", [{"tp": 2}, {"layout": "vllm", "tp": 2}, {"layout": "gguf"}])
+@pytest.mark.parametrize("options", [{"tp": 2}, {"layout": "gguf"}])
 def test_layouts_that_cut_tensors_say_to_consolidate_first(folder, tmp_path, options):
     with pytest.raises(OptionError, match="those of the source lie in several parts") as refused:
         bigload.reshard(folder, tmp_path / "out", **options)

@@ -106,6 +106,17 @@ def test_each_rank_has_the_tensors_of_vllm(tmp_path, tp, size, is_tied):
     assert not list((tmp_path / "out").glob("*.index.json"))
 
 
+def test_of_a_distributed_checkpoint_it_is_that_of_the_model(tmp_path):
+    written(tmp_path / "model")
+    bigload.reshard(tmp_path / "model", tmp_path / "saved", layout="dcp")
+    for name in ("model", "saved"):
+        bigload.reshard(tmp_path / name, tmp_path / f"of-{name}", layout="vllm", tp=2)
+    for rank in range(2):
+        found, wanted = parts_of(tmp_path / "of-saved", rank), parts_of(tmp_path / "of-model", rank)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def laid_out(folder, tp, **written_as):
     tensors = written(folder / "model", **written_as)
     return tensors, ranks_of(folder / "model", tp)
