@@ -226,13 +226,15 @@ def compared(model: Path, case: str, profile: MachineProfile) -> Row:
         seen = json.loads(run_within(command, limit or available_memory() or 2**40).splitlines()[-1])
         if not (is_disturbed := others.disturb()):
             break
-    found = predict(details.plan, details.structure, profile, prompt_tokens=PROMPT_TOKENS, ram_bytes=seen["ram_bytes"])
+    given = {"prompt_tokens": PROMPT_TOKENS, "ram_bytes": seen["ram_bytes"]}
+    found = predict(details.plan, details.structure, profile, **given)
+    touched = predict(details.plan, details.structure, replace(profile, fresh_memory_rate=None), **given)
     return Row(
         model=model.name,
         num_bytes=details.plan.weights_bytes,
         case=case,
         bound_by=found.bound_by,
-        load_predicted=found.load_seconds,
+        load_predicted=touched.load_seconds,
         load_seen=seen["load"],
         token_predicted=found.token_seconds,
         token_seen=seen["token"],

@@ -1,4 +1,4 @@
-"""Pages touched before each run, so that fresh memory costs every run the same.
+"""Pages touched before each run, so that fresh memory costs every run the same; and what it costs otherwise.
 
 A virtual machine may return free pages to its host (Linux: free page reporting), two seconds after they were freed.
 The next process to touch them waits for the host, seconds per GiB at worst, which would be charged to the loader. So
@@ -7,12 +7,19 @@ touch memory last, right before what is timed. On bare metal this changes nothin
 
 from __future__ import annotations
 
+import statistics
+import time
+
 from bigload.machine.huge_pages import Buffer, allocate, prefault
 from bigload.machine.memory import available_memory
 from bigload.machine.thread_pool import default_threads, run_jobs
 from bigload.units import GIB, MIB
 
 _PIECE_BYTES = 64 * MIB
+_IDLE_SECONDS = 2.5
+_REPEATS = 3
+_LEAST_DIFFERENCE = 1.5
+"""Times longer than touches of memory that was just freed; less is what such figures differ by anyhow."""
 
 
 def renew(num_bytes: int) -> None:
@@ -22,10 +29,31 @@ def renew(num_bytes: int) -> None:
     available: what the page cache holds shall stay there.
     """
     available, num_bytes = available_memory(), num_bytes * 3 // 2
-    num_bytes = num_bytes if available is None else min(num_bytes, available // 2)
+    _touch_all(num_bytes if available is None else min(num_bytes, available // 2))
+
+
+def fresh_memory_rate(num_bytes: int) -> int | None:
+    """Return the bytes per second by which first touches of memory that was free for seconds are slower than others.
+
+    `None` where they are not: a host takes back nothing, or there is none.
+    """
+    seconds = []
+    for _ in range(_REPEATS):
+        renew(num_bytes)
+        at_hand = _touch_all(num_bytes)
+        time.sleep(_IDLE_SECONDS)
+        seconds.append((_touch_all(num_bytes), at_hand))
+    idle, at_hand = (statistics.median(each) for each in zip(*seconds, strict=True))
+    return int(num_bytes / (idle - at_hand)) if idle > _LEAST_DIFFERENCE * at_hand else None
+
+
+def _touch_all(num_bytes: int) -> float:
+    """Touch fresh memory, free it, and return the seconds of touching."""
     buffers = [allocate(min(GIB, num_bytes - start)) for start in range(0, num_bytes, GIB)]
     pieces = [(buffer, start) for buffer in buffers for start in range(0, len(buffer), _PIECE_BYTES)]
+    began = time.perf_counter()
     run_jobs(_touch, pieces, threads=default_threads())
+    return time.perf_counter() - began
 
 
 def _touch(piece: tuple[Buffer, int]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +20,7 @@ from bigload.runtime.dispatch.load_and_dispatch import load_checkpoint_and_dispa
 from bigload.runtime.modules.init_empty_weights import init_empty_weights
 
 _FEW_LAYERS, _MANY_LAYERS = 1, 17
+_FEW_EXPERTS, _MANY_EXPERTS = 4, 68
 _WIDTH = 16
 _REPEATS = 5
 
@@ -25,28 +28,36 @@ _first: float | None = None
 """Seconds of the first model of this process, which no later one takes."""
 
 
-def matching_seconds() -> tuple[float, float]:
-    """Return the seconds of loading a model without bytes, the first of a process; and those of each further tensor.
+def matching_seconds() -> dict[str, float]:
+    """Return the figures of `MachineProfile` that are about loads of models without bytes, by their names there.
 
-    Where a model of transformers has been loaded in this process before, the first figure is too small.
+    Where a model of transformers has been loaded in this process before, that of the first one is too small.
     """
     global _first  # noqa: PLW0603 - transformers does it once in a process, too
     with TemporaryDirectory(prefix="bigload-measure-") as folder:
-        few, few_tensors = _seconds(Path(folder, "few.safetensors"), _FEW_LAYERS)
+        file = Path(folder, "model.safetensors")
+        few, few_tensors = _seconds(file, layers=_FEW_LAYERS)
         _first = few if _first is None else _first
-        differences = []
-        for _ in range(_REPEATS):
-            again, _ = _seconds(Path(folder, "few.safetensors"), _FEW_LAYERS)
-            many, many_tensors = _seconds(Path(folder, "many.safetensors"), _MANY_LAYERS)
-            differences.append(many - again)
-    each = max(statistics.median(differences), 0.0) / (many_tensors - few_tensors)
-    return max(_first - few_tensors * each, 0.0), each
+        each = _seconds_each(file, {"layers": _FEW_LAYERS}, {"layers": _MANY_LAYERS})
+        of_expert = _seconds_each(file, {"experts": _FEW_EXPERTS}, {"experts": _MANY_EXPERTS})
+    first = max(_first - few_tensors * each, 0.0)
+    return {"matching_seconds": first, "tensor_seconds": each, "expert_tensor_seconds": of_expert}
 
 
-def _seconds(file: Path, layers: int) -> tuple[float, int]:
+def _seconds_each(file: Path, few: dict[str, int], many: dict[str, int]) -> float:
+    """Return what each tensor takes that the model of `many` has and that of `few` has not."""
+    differences = []
+    for _ in range(_REPEATS):
+        less, few_tensors = _seconds(file, **few)
+        more, many_tensors = _seconds(file, **many)
+        differences.append((more - less) / (many_tensors - few_tensors))
+    return max(statistics.median(differences), 0.0)
+
+
+def _seconds(file: Path, *, layers: int = 1, experts: int = 0) -> tuple[float, int]:
     """Return the seconds of loading a model of so many layers, all on disk, and the number of its tensors."""
-    model = _empty(layers)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    model = _empty(layers, experts)
+    shapes = dict(_stored(model))
     sizes = {name: 2 * prod(shape) for name, shape in shapes.items()}
     entries = [(name, DTYPES["BF16"], shape, sizes[name]) for name, shape in shapes.items()]
     file.write_bytes(encode_header(entries, metadata={}) + bytes(sum(sizes.values())))
@@ -55,10 +66,26 @@ def _seconds(file: Path, layers: int) -> tuple[float, int]:
     return time.perf_counter() - began, len(shapes)
 
 
-def _empty(layers: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _stored(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of the tensors of a file for `model`: of experts, each has its own three."""
+    for name, tensor in model.state_dict().items():
+        if (found := re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)) is None:
+            yield name, tuple(tensor.shape)
+            continue
+        names = ("gate_proj", "up_proj") if found[2] == "gate_up" else ("down_proj",)
+        for number in range(len(tensor)):
+            yield from ((f"{found[1]}.{number}.{each}.weight", (_WIDTH, _WIDTH)) for each in names)
 
-    config = LlamaConfig(
+
+def _empty(layers: int, experts: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes: dict[str, Any] = {}
+    config_class, model_class = LlamaConfig, LlamaForCausalLM
+    if experts:
+        config_class, model_class = Qwen3MoeConfig, Qwen3MoeForCausalLM
+        sizes = {"num_experts": experts, "num_experts_per_tok": 1, "moe_intermediate_size": _WIDTH}
+    config = config_class(
         hidden_size=_WIDTH,
         intermediate_size=_WIDTH,
         num_hidden_layers=layers,
@@ -66,8 +93,9 @@ def _empty(layers: int) -> nn.Module:
         num_key_value_heads=1,
         vocab_size=_WIDTH,
         dtype=torch.bfloat16,
+        **sizes,
     )
     with init_empty_weights():
-        made: Any = LlamaForCausalLM(config)
+        made: Any = model_class(config)
     found: nn.Module = made.to(torch.bfloat16).eval()
     return found

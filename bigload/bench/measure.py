@@ -9,6 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from bigload.bench.fresh_memory import fresh_memory_rate
 from bigload.bench.storage_rates import probed_checkpoint, storage_rates
 from bigload.errors import install_command
 from bigload.machine.hardware import hardware_of
@@ -69,16 +70,18 @@ def measure_machine(
     if room is not None:
         effort = replace(effort, num_bytes=min(effort.num_bytes, room // 4))
     others, notes = OtherPrograms(), []
-    on_run("a file to read")
-    with probed_checkpoint(path, effort.num_bytes) as checkpoint:
-        storage = storage_rates(checkpoint, seconds=effort.seconds, on_run=on_run)
-    hardware = hardware_of(Path(path))
-    matching, per_tensor = 0.0, 0.0
+    matching: dict[str, float] = {}
     if find_spec("torch") is not None and find_spec("transformers") is not None:
         from bigload.bench.matching_rates import matching_seconds
 
         on_run("the names of a model")
-        matching, per_tensor = matching_seconds()
+        matching = matching_seconds()  # before all else, as in a process that runs a model
+    on_run("a file to read")
+    with probed_checkpoint(path, effort.num_bytes) as checkpoint:
+        storage = storage_rates(checkpoint, seconds=effort.seconds, on_run=on_run)
+    on_run("memory that was free for seconds")
+    fresh = fresh_memory_rate(effort.num_bytes)
+    hardware = hardware_of(Path(path))
     devices: tuple[DeviceProfile, ...] = ()
     if find_spec("torch") is None:
         notes.append(f"torch is not installed: nothing is known of products; {install_command('torch')}")
@@ -93,8 +96,8 @@ def measure_machine(
         load_rate=storage.load_rate,
         cold_load_rate=storage.cold_load_rate,
         single_read_rate=storage.single_read_rate,
-        matching_seconds=matching,
-        tensor_seconds=per_tensor,
+        fresh_memory_rate=fresh,
+        **matching,
         ram_bytes=proc_sizes(Path("/proc/meminfo")).get("MemTotal"),
         devices=devices,
     )

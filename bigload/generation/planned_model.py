@@ -77,7 +77,10 @@ class ModelMaker:
                 hint=f"its config.json names {named}",
             )
         if model_class.main_input_name != "input_ids":
-            raise OptionError(f"{model_class.__name__} takes {model_class.main_input_name}; {asked_by} gives tokens")
+            raise OptionError(
+                f"{model_class.__name__} takes {model_class.main_input_name}; {asked_by} gives tokens",
+                hint="bigload.load_and_dispatch places it by a plan in a program that prepares images or sound",
+            )
         return cls(model_class=model_class, config=config, dtype=_dtype(config, checkpoint))
 
     def check_generates(self) -> None:

@@ -1,7 +1,7 @@
 """Rates of a machine: bytes a second of its disk, RAM and links, and weights and products of each of its devices.
 
 A profile is measured (`bigload measure`), or comes from public figures (`known_machines.py`); its file is
-`bigload.profile/1.1`, JSON.
+`bigload.profile/1.2`, JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bigload.dtypes import DTYPES
 from bigload.errors import OptionError
 from bigload.units import MAX_SIZE, MIB
 
-SCHEMA = "bigload.profile/1.1"
+SCHEMA = "bigload.profile/1.2"
 
 LAUNCHED_MATRICES = 7
 """Of the block that `launch_seconds` is about: query, key, value, output, gate, up and down projections."""
@@ -69,6 +69,9 @@ class MachineProfile:
         matching_seconds: For the first model of a process, of matching its tensors with those of its files:
             transformers then builds its rules for all models.
         tensor_seconds: The same for each tensor of a model, with the hooks of its module.
+        expert_tensor_seconds: The same for each tensor of a single expert, which transformers joins with others.
+        fresh_memory_rate: Bytes per second by which first touches of memory that was free for seconds are slower than
+            of memory that was free for less: a host may have taken it back. `None` where they are not.
         devices: The CPU, and the accelerators by number; no device where nothing could be computed with.
     """
 
@@ -82,6 +85,8 @@ class MachineProfile:
     single_read_rate: int | None = None
     matching_seconds: float = 0.0
     tensor_seconds: float = 0.0
+    expert_tensor_seconds: float = 0.0
+    fresh_memory_rate: int | None = None
     devices: tuple[DeviceProfile, ...]
 
     def device(self, device: Device) -> DeviceProfile | None:
@@ -121,6 +126,8 @@ class MachineProfile:
             single_read_rate=_optional_rate(entry, "single_read_rate"),
             matching_seconds=_seconds(entry, "matching_seconds", default=0.0),
             tensor_seconds=_seconds(entry, "tensor_seconds", default=0.0),
+            expert_tensor_seconds=_seconds(entry, "expert_tensor_seconds", default=0.0),
+            fresh_memory_rate=_optional_rate(entry, "fresh_memory_rate"),
             devices=found,
         )
 

@@ -266,7 +266,8 @@ class Answering:
                 try:
                     question = self.wishes.question(Prompt(messages=now), tokenizer, max_new_tokens=None)
                 except OptionError as error:
-                    say(f"error: {error.message}\nhint: {error.hint}; /clear forgets the conversation")
+                    hints = filter(None, (error.hint, "/clear forgets the conversation"))
+                    say(f"error: {error.message}\nhint: {'; '.join(hints)}")
                     continue
                 room = min(question.max_new_tokens, self.wishes.max_new_tokens or question.max_new_tokens)
                 answer = self._answer_text(replace(question, max_new_tokens=room), is_stopped=is_stopped)

@@ -15,7 +15,7 @@ from bigload.machine.machine_profile import DeviceProfile, MachineProfile
 from bigload.planning.expert_stats import ExpertStats
 from builders import make_checkpoint, make_pipeline, make_split, record_of, write_shard
 
-VERSIONS = {"plan": "1.2", "inspect": "1.3", "reshard": "1.1", "bench-load": "1.1", "profile": "1.1"}
+VERSIONS = {"plan": "1.2", "inspect": "1.3", "reshard": "1.1", "bench-load": "1.1", "profile": "1.2"}
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 QUESTIONS = ["explain", "compare", "fits", "gpus", "max-context"]
 NAMES = [

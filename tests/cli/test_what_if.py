@@ -370,7 +370,8 @@ def test_the_page_predicts_what_the_command_predicts(data, limits, work, prefetc
         name="any", source="file", disk_rate=data.draw(RATES), mapped_rate=data.draw(st.one_of(st.none(), RATES)),
         load_rate=data.draw(RATES), ram_bytes=data.draw(st.one_of(st.none(), st.integers(0, 10**6))),
         cold_load_rate=data.draw(st.one_of(st.none(), RATES)), matching_seconds=data.draw(SECONDS),
-        tensor_seconds=data.draw(SECONDS), devices=tuple(devices_of(data.draw)),
+        fresh_memory_rate=data.draw(st.one_of(st.none(), RATES)), tensor_seconds=data.draw(SECONDS),
+        devices=tuple(devices_of(data.draw)),
     )  # fmt: skip
     options = options_of(overhead=0, prefetch=prefetch, **work)
     whole = plan_details(checkpoint, MemoryBudget.of({"cpu": 2**60}), options)

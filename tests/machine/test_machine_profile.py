@@ -20,10 +20,15 @@ PROFILE = MachineProfile(
     single_read_rate=70,
     matching_seconds=0.1,
     tensor_seconds=0.001,
+    expert_tensor_seconds=0.0001,
+    fresh_memory_rate=60,
     devices=(CPU, GPU),
 )
 
-ADDED = ("cold_load_rate", "single_read_rate", "matching_seconds", "tensor_seconds")
+ADDED = (
+    *("cold_load_rate", "single_read_rate", "fresh_memory_rate"),
+    *("matching_seconds", "tensor_seconds", "expert_tensor_seconds"),
+)
 
 
 def changed(**entries):
@@ -64,7 +69,7 @@ def test_a_device_has_its_own_figures_or_those_of_its_kind():
     [
         ("{", "not valid JSON"),
         ("[]", "expected a JSON object"),
-        ('{"schema": "bigload.plan/1.2"}', '"bigload.profile/1.1"'),
+        ('{"schema": "bigload.plan/1.2"}', '"bigload.profile/1.2"'),
         ('{"schema": "bigload.profile/2.0"}', "reads 1.x"),
         (changed(disk_rate=0), '"disk_rate" is 0, expected a whole number above 0'),
         (changed(disk_rate=True), '"disk_rate" is True'),

@@ -14,11 +14,15 @@ from bigload.planning.model.structure import ModelStructure
 from bigload.planning.plan import Plan, duration
 from bigload.planning.timing.pipeline import Step, Work, simulate
 from bigload.planning.timing.residency import Source, SteadyState, steady_state
-from bigload.planning.timing.schedule import BlockSchedule, TimedBlock, Visit, schedule_of
+from bigload.planning.timing.schedule import BlockSchedule, TimedBlock, Visit, num_expert_tensors, schedule_of
 from bigload.units import counted
 
 PROMPT_TOKENS = 512
 """Of the prompt that the first token is predicted for, where the context is not shorter."""
+
+_STREAMED_EXPERT = 2
+"""Times as many small operations: an expert that is brought by itself computes by itself, with a hook, on its tokens,
+where the others of a layer are products of one kernel."""
 
 _NUM_TOKENS = 4
 """Tokens that are simulated when weights are streamed: the pipeline is steady after one or two."""
@@ -119,7 +123,7 @@ def predict(
     ends = ended[len(first) - 1 :: len(token)] if first and token else [0.0, 0.0]
     busy = rates.busy(schedule.token_visits, token, length)
     return Prediction(
-        load_seconds=rates.load_seconds(len(structure.checkpoint.tensors)),
+        load_seconds=rates.load_seconds(structure),
         first_token_seconds=ends[0],
         token_seconds=ends[-1] - ends[-2],
         prompt_tokens=prompt_tokens,
@@ -144,6 +148,18 @@ def with_bandwidth(profile: MachineProfile, *, disk: int | None = None, link: in
 def cold_load_rate(profile: MachineProfile) -> int:
     """Return the bytes per second of a load of files that are not cached."""
     return profile.cold_load_rate or min(profile.disk_rate, profile.load_rate)
+
+
+def matching_seconds(profile: MachineProfile, structure: ModelStructure) -> float:
+    """Return the seconds of matching the tensors of a model with those of its files."""
+    num_joined = num_expert_tensors(structure)
+    num_others = len(structure.checkpoint.tensors) - num_joined
+    return profile.matching_seconds + num_others * profile.tensor_seconds + num_joined * profile.expert_tensor_seconds
+
+
+def _touching(profile: MachineProfile, num_bytes: float) -> float:
+    """Return the seconds that first touches of so many bytes of RAM take, where a host has taken them back."""
+    return num_bytes / profile.fresh_memory_rate if profile.fresh_memory_rate else 0.0
 
 
 def rate_for(dtype: DType, rates: Mapping[str, int]) -> int | None:
@@ -191,7 +207,7 @@ class _Rates:
         resident = plan.resident_experts
         self._missed = 1.0 if resident is None else 1 - resident.num_uses / (resident.num_recorded or 1)
 
-    def load_seconds(self, num_tensors: int) -> float:
+    def load_seconds(self, structure: ModelStructure) -> float:
         """Return the seconds of matching the tensors, and of reading what is loaded from cold files."""
         resident = self._plan.resident_experts
         to_device = {use.device: use.weights_bytes for use in self._plan.devices if use.device != DISK}
@@ -203,9 +219,9 @@ class _Rates:
             for device, num_bytes in to_device.items()
             if num_bytes and (known := self._profile.device(device)) is not None and (link := known.link_in)
         )
-        profile = self._profile
-        matching = profile.matching_seconds + num_tensors * profile.tensor_seconds
-        return matching + max([stored / cold_load_rate(profile), *links])
+        touching = _touching(self._profile, to_device.get(CPU, 0))
+        reading = max([stored / cold_load_rate(self._profile), *links])
+        return matching_seconds(self._profile, structure) + touching + reading
 
     def work(self, visit: Visit, stays: SteadyState, tokens: int, length: int) -> Work:
         """Return one run of a block over `tokens` tokens of each sequence, the last of `length`."""
@@ -220,7 +236,7 @@ class _Rates:
             device=str(block.runs_on),
             seconds=sum(self._dense(visit, tokens, length).values()),
             routed_seconds=sum(self._routed(block, tokens).values()),
-            fetch=self._fetch(block, block.dense_bytes, source, in_place=stays.is_in_place) if fetched else (),
+            fetch=self._fetch(block, block.dense_bytes, source, stays, in_place=stays.is_in_place) if fetched else (),
             fetch_bytes=block.dense_bytes if fetched else 0,
             routed_fetch=self._fetch_experts(block, missed, stays) if block.streams_experts and missed else (),
         )
@@ -263,7 +279,8 @@ class _Rates:
         seconds = self._seconds(device, block.routed_bytes * share, flops)
         if not (device.link_in is None or block.streams_experts):  # a kernel for all experts at once
             return seconds
-        launched = device.launch_seconds * block.num_routed_matrices * share / LAUNCHED_MATRICES
+        num_matrices = block.num_routed_matrices * share * (_STREAMED_EXPERT if block.streams_experts else 1)
+        launched = device.launch_seconds * num_matrices / LAUNCHED_MATRICES
         return {**seconds, "compute": seconds.get("compute", 0.0) + launched}
 
     def _seconds(self, device: DeviceProfile, num_bytes: float, flops: float) -> dict[Bound, float]:
@@ -285,7 +302,7 @@ class _Rates:
     def _fetch_experts(self, block: TimedBlock, num_bytes: float, stays: SteadyState) -> tuple[tuple[str, float], ...]:
         """Return what `_fetch` does for experts, which one thread reads if it is not their pages that are used."""
         profile, rate = self._profile, self._profile.single_read_rate
-        lanes = self._fetch(block, num_bytes, stays.routed_source, in_place=stays.is_routed_in_place)
+        lanes = self._fetch(block, num_bytes, stays.routed_source, stays, in_place=stays.is_routed_in_place)
         if stays.is_routed_in_place or rate is None:
             return lanes
         return tuple(
@@ -293,7 +310,7 @@ class _Rates:
         )
 
     def _fetch(
-        self, block: TimedBlock, num_bytes: float, source: Source, *, in_place: bool
+        self, block: TimedBlock, num_bytes: float, source: Source, stays: SteadyState, *, in_place: bool
     ) -> tuple[tuple[str, float], ...]:
         """Return the seconds of bringing weights to the device that runs the block, by lane."""
         profile, stored = self._profile, num_bytes * self._schedule.stored_share
@@ -301,7 +318,8 @@ class _Rates:
         home = block.routed_home if block.streams_experts and not block.is_streamed else block.home
         if home == DISK and source is Source.DISK:
             rate = profile.mapped_rate if in_place and profile.mapped_rate else profile.disk_rate
-            lanes.append(("disk", stored / rate))
+            touching = _touching(profile, stored) if stays.is_first and in_place else 0.0
+            lanes.append(("disk", stored / rate + touching))
         elif home == DISK:  # pages that are cached enter the page table at once, but take their part of the window
             lanes.append(("ram", 0.0 if in_place else stored / profile.load_rate))
         if (link := self._device(block).link_in) is not None:

@@ -36,6 +36,7 @@ class SteadyState:
         missed_share: Share of the chosen experts that are not resident.
         is_in_place: Whether the CPU computes with pages of the files; otherwise weights are copied.
         is_routed_in_place: The same of routed experts.
+        is_first: Whether no pass has run: pages of files then take memory that nothing has touched lately.
     """
 
     sources: tuple[Source, ...]
@@ -43,11 +44,12 @@ class SteadyState:
     missed_share: float
     is_in_place: bool
     is_routed_in_place: bool
+    is_first: bool = False
 
     def before_a_pass(self) -> SteadyState:
         """Return what is found in the first pass: everything is where it lives."""
         sources = (Source.DISK,) * len(self.sources)
-        return replace(self, sources=sources, routed_source=Source.DISK, missed_share=1.0)
+        return replace(self, sources=sources, routed_source=Source.DISK, missed_share=1.0, is_first=True)
 
 
 def steady_state(schedule: BlockSchedule, free_bytes: int | None) -> SteadyState:

@@ -20,8 +20,8 @@ from bigload.planning.plan import Plan
 _HEADS = tuple(name.removesuffix(".weight") for name in families.HEADS)
 _EMBEDDINGS = tuple(name.removesuffix(".weight") for name in families.EMBEDDINGS)
 
-_EXPERT_MATRICES = 3
-"""Gate, up and down projections; or two products, where the former are one matrix, and the choice of its tokens."""
+_EXPERT_MATRICES = 2
+"""Gate and up projections, which transformers joins, and the one down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +218,12 @@ def _node(structure: ModelStructure, name: str) -> ModuleNode:
     for key in name.split("."):
         node = node.children.get(key, node)
     return node
+
+
+def num_expert_tensors(structure: ModelStructure) -> int:
+    """Return how many tensors of the files are parts of single routed experts."""
+    names = (name for _, each in structure.experts.values() if each.are_separate for name in each.modules)
+    return sum(sum(1 for _ in _node(structure, name).all_tensors()) for name in names)
 
 
 def _with_experts(block: TimedBlock, found: Sequence[RoutedExperts], home: Device) -> TimedBlock:

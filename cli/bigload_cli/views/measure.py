@@ -19,8 +19,10 @@ def figures(profile: MachineProfile) -> PlainTable:
     table.add("disk", "one thread, not cached", "", _rate(profile.single_read_rate))
     table.add("RAM", "loads from the page cache", "", _rate(profile.load_rate))
     table.add("RAM", "loads, not cached", "", _rate(profile.cold_load_rate))
+    table.add("RAM", "first touches, more than others", "", _rate(profile.fresh_memory_rate))
     table.add("model", "names", "", f"{profile.matching_seconds * 1e3:.0f} ms")
     table.add("model", "a tensor", "", f"{profile.tensor_seconds * 1e3:.3f} ms")
+    table.add("model", "a tensor of an expert", "", f"{profile.expert_tensor_seconds * 1e3:.3f} ms")
     for device in profile.devices:
         for row in _rows(device):
             table.add(device.device, *row)

@@ -18,7 +18,7 @@ from bigload.plain_text import printable
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.load_dtype import CASTABLE
 from bigload.planning.options import Bandwidth, PlanOptions
-from bigload.planning.timing.predict import cold_load_rate, rate_for
+from bigload.planning.timing.predict import cold_load_rate, matching_seconds, rate_for
 from bigload.planning.timing.schedule import schedule_of
 from bigload.planning.workload import Workload
 from bigload_cli.views.plan_runs import label_of, short
@@ -141,7 +141,8 @@ def _timing(details: PlanDetails, profile: MachineProfile) -> Document | None:
         "width": schedule.attention_width,
         "layers": [block.num_layers for block in schedule.blocks],
         "launches": [block.num_matrices / LAUNCHED_MATRICES for block in schedule.blocks],
-        "matching": profile.matching_seconds + len(structure.checkpoint.tensors) * profile.tensor_seconds,
+        "matching": matching_seconds(profile, structure),
+        "fresh": profile.fresh_memory_rate,
         "coldLoad": cold_load_rate(profile),
         "visits": schedule.visits,
     }

@@ -49,8 +49,11 @@ const whatIfTime = (() => {
     });
   }
 
+  // First touches of RAM that a host has taken back.
+  const touchingOf = (timing, bytes) => timing.fresh ? bytes / timing.fresh : 0;
+
   // One run of a block: seconds of computing, and lanes [name, seconds] that bring its weights.
-  function workOf(timing, block, source, [, isLookup, isHead], tokens, length, question, onHost) {
+  function workOf(timing, block, source, [, isLookup, isHead], tokens, length, question, onHost, isFirst) {
     const device = timing.devices[block.runsOn], rows = question.batch * (isHead ? 1 : tokens);
     let seconds = 0;
     if (!isLookup) {
@@ -62,7 +65,8 @@ const whatIfTime = (() => {
     const lanes = [];
     if (source && source !== "device" && !(isLookup && onHost)) {
       if (block.home === DISK && source === "disk") {
-        lanes.push(["disk", block.bytes / (onHost && timing.mapped ? timing.mapped : timing.disk)]);
+        const touching = onHost && isFirst ? touchingOf(timing, block.bytes) : 0;
+        lanes.push(["disk", block.bytes / (onHost && timing.mapped ? timing.mapped : timing.disk) + touching]);
       } else if (block.home === DISK) {
         lanes.push(["ram", onHost ? 0 : block.bytes / timing.load]);
       }
@@ -121,7 +125,7 @@ const whatIfTime = (() => {
     const cold = blocks.map((block) => fetched.includes(block) ? "disk" : null);
     const prompt = Math.min(PROMPT_TOKENS, question.context || PROMPT_TOKENS), length = question.context ? prompt : 0;
     const pass = (state, tokens) => timing.visits.map((visit) => (
-      workOf(timing, blocks[visit[0]], state[visit[0]], visit, tokens, length, question, found.onHost)));
+      workOf(timing, blocks[visit[0]], state[visit[0]], visit, tokens, length, question, found.onHost, state === cold)));
     const first = pass(cold, prompt), token = pass(sources, 1);
     const works = [...first, ...Array(token.some((work) => work.lanes.length) ? NUM_TOKENS : 1).fill(token).flat()];
     const { ends, steps } = simulate(works, windowBytes);
@@ -130,7 +134,7 @@ const whatIfTime = (() => {
     const link = timing.devices[ACCELERATOR] && timing.devices[ACCELERATOR].link;
     return {
       token: end - begin, first: ends[first.length - 1],
-      load: timing.matching + Math.max(all / timing.coldLoad, link ? loaded[0] / link : 0),
+      load: timing.matching + touchingOf(timing, loaded[RAM]) + Math.max(all / timing.coldLoad, link ? loaded[0] / link : 0),
       steps: steps.map((step) => {
         const start = Math.max(step.start, begin), stop = Math.min(step.start + step.seconds, end);
         return { lane: step.lane, units: [step.block.unit], kind: step.block.unit.kind, start: start - begin, seconds: stop - start };

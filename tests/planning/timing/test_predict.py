@@ -10,7 +10,7 @@ from bigload.machine.machine_profile import DeviceProfile, MachineProfile
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.options import options_of
 from bigload.planning.planner import plan_details
-from bigload.planning.timing.predict import predict, with_bandwidth
+from bigload.planning.timing.predict import matching_seconds, predict, with_bandwidth
 from builders import checkpoint_of, llama_config, llama_tensors
 
 BLOCK, EMBEDDING, NORM = 1040, 512, 16
@@ -67,6 +67,16 @@ def test_a_load_matches_tensors_before_it_reads_them_at_the_rate_of_cold_files()
     assert found.load_seconds == pytest.approx(0.5 + 31 * 0.01 + (4 * BLOCK + NORM + 2 * EMBEDDING) / 50)
 
 
+def test_memory_that_a_host_has_taken_back_is_touched_by_loads_and_by_the_first_token():
+    machine = replace(MACHINE, fresh_memory_rate=200)
+    for limit, touched in (({"cpu": 10_000}, "load_seconds"), ({"cpu": 3000}, "first_token_seconds")):
+        before, found = predicted(limit), predicted(limit, machine)
+        assert getattr(found, touched) > getattr(before, touched)
+        assert found.token_seconds == before.token_seconds
+    in_ram = 4 * BLOCK + NORM + 2 * EMBEDDING
+    assert predicted({"cpu": 10_000}, machine).load_seconds == pytest.approx(in_ram / 100 + in_ram / 200)
+
+
 def test_from_disk_every_token_reads_what_no_memory_keeps():
     details = details_of({"cpu": 3000})
     found = predict(details.plan, details.structure, MACHINE, ram_bytes=0)
@@ -96,12 +106,19 @@ def test_an_encoder_runs_for_the_prompt_only():
     assert found.token_seconds == pytest.approx(2 * 200 / 1000 + 2 / 7 * 0.01)
 
 
+def test_tensors_of_single_experts_have_a_figure_of_their_own():
+    tensors = {f"layers.0.mlp.experts.{number}.w": ("BF16", [10, 10]) for number in range(8)}
+    details = details_of({"cpu": 10**6}, tensors=tensors | {"layers.0.mlp.gate.weight": ("BF16", [8, 10])}, config={})
+    machine = replace(MACHINE, matching_seconds=0.5, tensor_seconds=0.1, expert_tensor_seconds=0.01)
+    assert matching_seconds(machine, details.structure) == pytest.approx(0.5 + 0.1 + 8 * 0.01)
+
+
 def test_a_token_reads_the_experts_that_it_chooses():
     config = {"model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8}
     tensors = {f"layers.0.mlp.experts.{number}.w": ("BF16", [10, 10]) for number in range(8)}
     tensors |= {"layers.0.attn.w": ("BF16", [10, 10]), "layers.1.attn.w": ("BF16", [10, 10])}
     found = predicted({"cpu": 10_000}, tensors=tensors, config=config)
-    assert found.token_seconds == pytest.approx((2 * 200 + 2 * 200) / 1000 + (2 + 2 * 3) / 7 * 0.01)
+    assert found.token_seconds == pytest.approx((2 * 200 + 2 * 200) / 1000 + (2 + 2 * 2) / 7 * 0.01)
 
 
 def test_tokens_of_several_sequences_come_together():
