@@ -304,12 +304,13 @@ def main() -> int:
             return 0
         given = read_profile(asked.profile) if asked.profile else None
         cases = [case for case in CASES if asked.case in (None, case)]
-        rows = []
+        rows: list[Row] = []
         for model in models:
             profile = given or measure_machine(probe, effort=SHORT).profile
-            rows += [compared(model, case, profile) for case in cases]
-    if asked.out is not None:
-        asked.out.write_text(json.dumps({"rows": list(map(asdict, rows))}, indent=1))
+            for case in cases:
+                rows.append(compared(model, case, profile))
+                if asked.out is not None:
+                    asked.out.write_text(json.dumps({"rows": list(map(asdict, rows))}, indent=1))
     return shown(rows)
 
 

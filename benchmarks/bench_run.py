@@ -263,6 +263,8 @@ def _first_runs(
         del model
 
 
+ANSWER, BARE = "answer of bigload run", "bare generate"
+
 _SCRIPT = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -300,13 +302,16 @@ def _times_of_answers(planned: PlannedModel, new_tokens: int, rounds: int) -> di
     ids = torch.tensor([tokens], device=planned.device)
 
     def answer() -> object:
-        return generator.answer(tokens, max_new_tokens=new_tokens)
+        with Path(os.devnull).open("w") as terminal:
+            return generator.answer(
+                tokens, max_new_tokens=new_tokens, on_text=lambda text: print(text, end="", file=terminal, flush=True)
+            )
 
     def bare() -> object:
         return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens)
 
     answer()
-    contenders = [Contender(name="answer of bigload run", run=answer), Contender(name="bare generate", run=bare)]
+    contenders = [Contender(name=ANSWER, run=answer), Contender(name=BARE, run=bare)]
     return run_rounds(contenders, runs=rounds, files=[], on_run=show_status).measured
 
 
@@ -365,9 +370,14 @@ def main() -> int:
         resident_bytes=asked.resident_bytes,
     )
     if asked.verb:
+        found = {}
         for name, measured in bench_verb(planned, new_tokens=asked.new_tokens or 32, rounds=asked.rounds):
+            found[name] = measured.seconds
             spread = f"{min(measured.seconds):.3f} to {max(measured.seconds):.3f}"
             print(f"{name:36}{measured.median_seconds:8.3f} s   {spread}", flush=True)
+            if found.keys() == {ANSWER, BARE}:
+                ratios = [answer / bare for answer, bare in zip(found[ANSWER], found[BARE], strict=True)]
+                print(f"{ANSWER}, in times of the other in its round: {statistics.median(ratios):.3f}", flush=True)
         return 0
     bench = bench_run(
         planned,
