@@ -104,10 +104,10 @@ def check_memory(checkpoint: Checkpoint, schedule: Schedule, strategy: ReadStrat
 
 def check_ram(name: str, path: str, num_bytes: int) -> None:
     """Raise if this process cannot get `num_bytes` of RAM: what the machine has free, and what its groups may take."""
-    _require(name, path, CPU, num_bytes, available_memory())
+    _require(name, path, CPU, num_bytes, available_memory() if num_bytes else None)
 
 
 def _require(name: str, path: str, device: str, needed: int, available: int | None) -> None:
-    if needed and available is not None and needed > available:
+    if available is not None and needed > available:
         hint = f"plan it over several devices: bigload plan {path} -m {device}={available // 2**30}GiB"
         raise NotEnoughMemoryError(name, needed_bytes=needed, available_bytes=available, hint=hint)

@@ -97,7 +97,7 @@ def read(
             batches = checks.batches(schedule.jobs)
         else:
             batches = _streams(schedule, threads) if is_remote else _batches(schedule.jobs)
-        run_jobs(work, batches, threads=threads)
+        run_jobs(work, batches, threads=max(min(threads, len(schedule.jobs)), 1))
     for stager in stagers.values():
         stager.finish()
 

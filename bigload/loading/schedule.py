@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
+from typing import NamedTuple
 
 from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
 from bigload.dtypes import DType
@@ -74,19 +75,21 @@ class RequestedTensor:
         """Bytes in memory; of a view that is not stored row by row, those from its first element to its last."""
         if isinstance(self.tensor, AssembledTensor):
             return self.tensor.num_elements * self.dtype.alignment
-        if self.tensor.strides is not None:
+        if self.part is None:
             return self.tensor.span.num_bytes * self.dtype.bits // self.tensor.dtype.bits
         return prod(self.shape) * self.dtype.bits // 8
 
     @property
     def is_cast(self) -> bool:
-        return self.dtype != self.tensor.dtype
+        return self.dtype is not self.tensor.dtype and self.dtype != self.tensor.dtype
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """The bytes of files that it lies in, those between its elements included."""
         if isinstance(self.tensor, AssembledTensor):
             return tuple(piece.tensor.span for piece in self.tensor.pieces)
+        if self.part is None:
+            return (self.tensor.span,)
         rows = rows_of(self.tensor, self.part)
         return (Span(self.tensor.span.file, rows.start, rows.start + (rows.count - 1) * rows.stride + rows.row_bytes),)
 
@@ -127,8 +130,7 @@ class Spread:
     row_stride: int
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
+class Destination(NamedTuple):
     """Part of a read with its target: `rows` times `row_bytes`, `stride` apart, the first at byte `source` of the read.
 
     They are written from byte `start` of a buffer on, without gaps or as `spread` says, converted by `cast` if there is
@@ -164,11 +166,10 @@ class Destination:
         """Return the byte of the buffer at which what comes after the first `num_bytes` of a single row begins."""
         return self.start + self._in_memory(num_bytes * (1 if self.spread is None else self.spread.step))
 
-    def ends_at(self, source: int, other: Destination) -> bool:
-        """Return whether `other`, from byte `source` of the read on, goes on where this one ends, in the buffer too."""
-        is_neighbour = self.source + self.row_bytes == source and self.start + self.row_bytes == other.start
-        is_plain = all(each.rows == 1 and each.cast is None and each.spread is None for each in (self, other))
-        return is_neighbour and self.buffer == other.buffer and is_plain
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes are written as they are, one after the other."""
+        return self.rows == 1 and self.cast is None and self.spread is None
 
     def _in_memory(self, num_bytes: int) -> int:
         return num_bytes if self.cast is None else num_bytes * self.cast.wanted.bits // self.cast.stored.bits
@@ -259,17 +260,16 @@ def schedule_reads(
 
 
 def _position(want: RequestedTensor) -> tuple[str, int, str]:
-    first = want.spans[0] if isinstance(want.tensor, AssembledTensor) else want.tensor.span
+    first = want.spans[0]
     return first.file, first.start, want.name
 
 
 def can_stay_in_map(want: RequestedTensor) -> bool:
     """Return whether `want` is bytes of its file as they are there, in the CPU's memory."""
-    if isinstance(want.tensor, AssembledTensor):
+    if isinstance(want.tensor, AssembledTensor) or want.device != CPU or want.is_cast:
         return False
-    rows = rows_of(want.tensor, want.part)
-    is_aligned = rows.start % max(want.dtype.bits // 8, 1) == 0
-    return want.device == CPU and not want.is_cast and rows.count == 1 and is_aligned
+    is_in_one_piece = want.part is None or rows_of(want.tensor, want.part).count == 1
+    return is_in_one_piece and want.spans[0].start % max(want.dtype.bits // 8, 1) == 0
 
 
 class _BufferLayout:
@@ -284,22 +284,22 @@ class _BufferLayout:
     def add(self, want: RequestedTensor, *, in_map: bool) -> bool:
         """Give `want` a slot; return whether its bytes have to be read: not if another one has the same."""
         stored = want.tensor.pieces if isinstance(want.tensor, AssembledTensor) else want.tensor.span
-        file, same = _position(want)[0], (stored, want.tensor.dtype.name, want.part, want.dtype.name, want.device)
+        same = (stored, want.tensor.dtype.name, want.part, want.dtype.name, want.device)
+        num_bytes, span = want.num_bytes, want.spans[0]
         twin = self._shared.get(same)
-        if twin is not None and want.num_bytes:
+        if twin is not None and num_bytes:
             self.slots[want.name] = BufferSlot(want, twin.buffer, twin.start)
             return False
-        key = (file, want.device, in_map, "" if want.device == CPU else want.name)
+        key = (span.file, want.device, in_map, "" if want.device == CPU else want.name)
         number = self._numbers.setdefault(key, len(self._numbers))
         if number == len(self._sizes):
-            self._sizes.append(0 if in_map or want.device != CPU else _first_start(want))
-        if in_map and isinstance(want.tensor, TensorInfo):
-            rows = rows_of(want.tensor, want.part)
-            start = rows.start
-            self._sizes[number] = max(self._sizes[number], rows.start + rows.num_bytes)
+            self._sizes.append(0 if in_map or want.device != CPU else _first_start(span))
+        if in_map:
+            start = span.start
+            self._sizes[number] = max(self._sizes[number], span.stop)
         else:
             start = self._sizes[number]
-            self._sizes[number] += want.num_bytes if want.device != CPU else -(-want.num_bytes // ALIGNMENT) * ALIGNMENT
+            self._sizes[number] += num_bytes if want.device != CPU else -(-num_bytes // ALIGNMENT) * ALIGNMENT
         self.slots[want.name] = self._shared[same] = BufferSlot(want, number, start)
         return True
 
@@ -310,12 +310,12 @@ class _BufferLayout:
         )
 
 
-def _first_start(want: RequestedTensor) -> int:
+def _first_start(span: Span) -> int:
     """Return where the first tensor of a file begins in its buffer: as far into a page as in the file, if aligned.
 
     Most tensors are a multiple of 64 bytes long, so those after it lie like it, and direct reads can go in place.
     """
-    into_page = _position(want)[1] % _PAGE_BYTES
+    into_page = span.start % _PAGE_BYTES
     return into_page if into_page % ALIGNMENT == 0 else 0
 
 
@@ -339,6 +339,16 @@ class ReadRequest:
         """The smallest part that can be cut off."""
         return self.unit if self.destination.rows == 1 else self.destination.row_bytes
 
+    def join(self, other: ReadRequest) -> bool:
+        """Take `other` in if it goes on where this one ends, in the file and in the buffer; return whether it does."""
+        to, then = self.destination, other.destination
+        is_next = other.offset == self.offset + to.row_bytes and then.start == to.start + to.row_bytes
+        is_alike = (other.delivery, other.device, then.buffer) == (self.delivery, self.device, to.buffer)
+        if not (is_next and is_alike and to.is_plain and then.is_plain):
+            return False
+        self.destination = to._replace(row_bytes=to.row_bytes + then.row_bytes)
+        return True
+
     def cut(self, room: int) -> tuple[ReadRequest, ReadRequest | None]:
         """Return as much as fits into `room` bytes, but at least the smallest part, and the rest."""
         to = self.destination
@@ -348,15 +358,16 @@ class ReadRequest:
             step = max(room // self.unit, 1) * self.unit
             if step >= to.row_bytes:
                 return self, None
-            head = replace(to, row_bytes=step)
-            tail = replace(to, row_bytes=to.row_bytes - step, start=to.start_after(step))
+            head = to._replace(row_bytes=step)
+            tail = to._replace(row_bytes=to.row_bytes - step, start=to.start_after(step))
         else:
             rows = max((room - to.row_bytes) // to.stride + 1, 1)
             step = rows * to.stride
-            head = replace(to, rows=rows, stride=to.stride if rows > 1 else 0)
+            head = to._replace(rows=rows, stride=to.stride if rows > 1 else 0)
             more = to.rows - rows
-            tail = replace(to, rows=more, stride=to.stride if more > 1 else 0, start=to.start_of_row(rows))
-        return replace(self, destination=head), replace(self, offset=self.offset + step, destination=tail)
+            tail = to._replace(rows=more, stride=to.stride if more > 1 else 0, start=to.start_of_row(rows))
+        rest = ReadRequest(self.offset + step, tail, self.delivery, self.device, self.unit)
+        return ReadRequest(self.offset, head, self.delivery, self.device, self.unit), rest
 
 
 def _requests_of(want: RequestedTensor, slot: BufferSlot, *, stays: bool) -> Iterator[tuple[str, ReadRequest]]:
@@ -473,11 +484,7 @@ class _OpenJob:
 
     def add(self, request: ReadRequest) -> None:
         source = request.offset - self.offset
-        last = self.destinations[-1] if self.destinations else None
-        if last is not None and last.ends_at(source, request.destination):  # a copy of each would take longer
-            self.destinations[-1] = replace(last, row_bytes=last.row_bytes + request.destination.row_bytes)
-        else:
-            self.destinations.append(replace(request.destination, source=source))
+        self.destinations.append(request.destination._replace(source=source) if source else request.destination)
         self.num_bytes = source + request.num_bytes
 
     def closed(self) -> ReadJob:
@@ -495,7 +502,7 @@ def jobs_of(
     """
     job: _OpenJob | None = None
     is_cut = False
-    for request in requests:
+    for request in requests if ends_with_requests else _joined(requests):
         rest: ReadRequest | None = request
         is_staged_here = request.delivery is Delivery.STAGED and request.device == CPU
         size = min(block_bytes, STAGED_BLOCK_BYTES) if is_staged_here else block_bytes
@@ -512,3 +519,15 @@ def jobs_of(
             job.add(part)
     if job is not None:
         yield job.closed()
+
+
+def _joined(requests: Iterable[ReadRequest]) -> Iterator[ReadRequest]:
+    """Yield `requests`, those as one that go on where another ends: a copy of each would take longer."""
+    joined: ReadRequest | None = None
+    for request in requests:
+        if joined is None or not joined.join(request):
+            if joined is not None:
+                yield joined
+            joined = request
+    if joined is not None:
+        yield joined

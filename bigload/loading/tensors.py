@@ -74,7 +74,7 @@ def check_dtypes(wanted: Iterable[RequestedTensor]) -> None:
     """Raise before anything is read if torch cannot represent one of `wanted`."""
     unsupported: dict[str, list[str]] = {}
     for want in wanted:
-        for dtype in {want.tensor.dtype, want.dtype}:
+        for dtype in (want.tensor.dtype, want.dtype) if want.is_cast else (want.dtype,):
             is_odd = (
                 dtype.bits == 4 and isinstance(want.tensor, TensorInfo) and (not want.shape or want.shape[-1] % 2 == 1)
             )
@@ -98,13 +98,13 @@ def _view(slot: BufferSlot, memory: Memory) -> torch.Tensor:
     assert dtype is not None, "check_dtypes() comes first"
     shape = want.torch_shape
     if isinstance(memory, torch.Tensor):
-        raw = memory
-    elif want.num_bytes:
-        raw = torch.frombuffer(memory, dtype=torch.uint8, count=want.num_bytes, offset=slot.start)
+        flat = memory.view(dtype)
+    elif num_bytes := want.num_bytes:
+        flat = torch.frombuffer(memory, dtype=dtype, count=num_bytes // dtype.itemsize, offset=slot.start)
     else:
         return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the caller's default device
     if (
         isinstance(want.tensor, TensorInfo) and want.tensor.strides is not None
     ):  # a view in a torch file stays one, as torch itself loads it
-        return raw.view(dtype).as_strided(shape, want.tensor.strides)
-    return raw.view(dtype).view(shape)
+        return flat.as_strided(shape, want.tensor.strides)
+    return flat.view(shape)

@@ -12,7 +12,7 @@ A rule, not a measurement: samples of both methods took 14 % of a cold load of 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from bigload.loading.readers.direct import direct_alignment
 from bigload.loading.settings import Method
 from bigload.machine.file_systems import file_system_of
 from bigload.machine.page_cache import cached_bytes, probe_cached
-from bigload.units import MIB, format_size
+from bigload.units import KIB, MIB, format_size
 
 MIN_DIRECT_BYTES = 256 * MIB
 """Smaller loads are over soon either way, and the page cache makes the next one fast."""
@@ -32,8 +32,8 @@ MOSTLY_CACHED = 0.9
 HARDLY_CACHED = 0.02
 """Below this cached fraction, asking before every read what is cached costs more than it saves."""
 
-_MAX_PROBED_BYTES = 64 * MIB  # mincore(2) takes 15 to 50 ms per GiB: 3 % of a load from the cache, if it saw all
-_PROBE_BYTES = MIB
+_MAX_PROBED_BYTES = 16 * MIB  # mincore(2) takes 15 to 50 ms per GiB: 3 % of a load from the cache, if it saw all
+_PROBE_BYTES = 256 * KIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +143,16 @@ def _reason_to_read(facts: FileFacts) -> str | None:
 def cached_part(files: Sequence[FileRanges]) -> float | None:
     """Return the fraction of the bytes, 0 to 1, that is in the page cache; `None` if the kernel does not report it.
 
-    Up to 64 MiB are looked up; of more, evenly spread parts.
+    Up to 16 MiB are looked up; of more, evenly spread parts.
     """
     step = max(1, -(-sum(file.num_bytes for file in files) // _MAX_PROBED_BYTES))
     cached = asked = skipped = 0
     for file in files:
-        windows = list(_windows(file, _PROBE_BYTES))
-        probed = windows[-skipped % step :: step]
-        skipped += len(windows)
+        probed = []
+        for start, stop in file.ranges:
+            first = start + -skipped % step * _PROBE_BYTES
+            probed += [(at, min(at + _PROBE_BYTES, stop)) for at in range(first, stop, step * _PROBE_BYTES)]
+            skipped += -(-(stop - start) // _PROBE_BYTES)
         try:
             found = cached_bytes(file.path, probed)
             found = probe_cached(file.path, probed) if found is None else found
@@ -160,9 +162,3 @@ def cached_part(files: Sequence[FileRanges]) -> float | None:
             return None
         cached, asked = cached + found, asked + sum(stop - start for start, stop in probed)
     return cached / asked if asked else 0.0
-
-
-def _windows(file: FileRanges, num_bytes: int) -> Iterator[tuple[int, int]]:
-    for start, stop in file.ranges:
-        for begin in range(start, stop, num_bytes):
-            yield begin, min(begin + num_bytes, stop)
