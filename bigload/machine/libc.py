@@ -31,16 +31,3 @@ if HAS_PAGE_CALLS:
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 MAP_FAILED = ctypes.c_void_p(-1).value
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
-def keep_freed_memory(num_bytes: int) -> None:
-    """Have each arena of glibc's malloc keep up to `num_bytes` that were freed, for the whole process.
-
-    By default it returns blocks of more than some hundred KiB to the kernel, which zeroes their pages again for the
-    next tensor of that size: a fault for every 4 KiB that an operation writes. Other C libraries are left as they are.
-    """
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, num_bytes)
-        libc.mallopt(_M_TRIM_THRESHOLD, num_bytes)

@@ -63,19 +63,21 @@ class LowRankSum:
             *(OperandRows(each, start, stop) for each in weights),
         )
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the sum, and with DoRA each output of it at its magnitude."""
         import torch
 
-        down, up, *others = (each.float() for each in operands)
+        down, up, *others = (_wide(each, f"float32 {number}", scratch) for number, each in enumerate(operands))
         rank = self.down.shape[0]
         down, up = down.reshape(rank, -1), up.reshape(-1, rank)
         if self.is_transposed:
-            product = (up @ down[:, start:stop]).T.mul_(self.scale)
-            outputs = slice(None)
+            outputs, down = slice(None), down[:, start:stop]
         else:
             outputs = slice(start // self.row_multiple, -(-stop // self.row_multiple))
-            product = (up[outputs] @ down).mul_(self.scale)
+            up = up[outputs]
+        product = torch.mm(up, down, out=scratch("result", (len(up), down.shape[1]), torch.float32)).mul_(self.scale)
+        if self.is_transposed:
+            product = product.T
         if self.magnitude is None:
             (base,) = others
             return product.reshape(base.shape).add_(base)
@@ -156,3 +158,10 @@ class ScaledSum:
         """Return the sum."""
         base, other = (each.float() for each in operands)
         return base + other * self.scale
+
+
+def _wide(values: torch.Tensor, use: str, scratch: Scratch) -> torch.Tensor:
+    """Return `values` in float32, in `scratch` unless they are."""
+    import torch
+
+    return values if values.dtype == torch.float32 else scratch(use, tuple(values.shape), torch.float32).copy_(values)

@@ -76,14 +76,26 @@ class Rounding:
         if self.is_by_block:
             return self._codes_by_block(values, name, scratch)
         scales = self.scales(values, name, scratch)
-        scaled = values.view(*scales.shape, -1) / scales.unsqueeze(-1)
+        by_scale = values.view(*scales.shape, -1)
+        scaled = scratch("scaled", tuple(by_scale.shape), values.dtype)
+        torch.div(by_scale, scales.unsqueeze(-1), out=scaled)
         if self.is_float:
-            return scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).view(values.shape), scales
+            codes = scratch("result", tuple(values.shape), torch.float8_e4m3fn)
+            return codes.copy_(scaled.clamp_(-_LARGEST_FP8, _LARGEST_FP8).view(values.shape)), scales
+        # In float32 torch rounds much faster than in 16 bits, to the same integers: those hold all up to 256. They are
+        # clamped afterwards, as integers, which is the same and twice as fast.
+        rounded = scratch("rounded", tuple(scaled.shape), torch.float32).copy_(scaled).round_()
         edge = 1 << (self.bits - 1)
-        # Rounded before it is clamped, as integers, which is the same and twice as fast.
-        rounded = scaled.round_().to(torch.int16 if scaled.itemsize == 2 else torch.int32)
-        numbers = rounded.clamp_(-edge, edge - 1).to(torch.int8).view(values.shape)
-        return _packed(numbers.add_(edge) if self.bits < 8 else numbers.bitwise_xor_(-128), self.bits), scales
+        numbers = scratch("integers", tuple(values.shape), torch.int16 if values.itemsize == 2 else torch.int32)
+        numbers.view(scaled.shape).copy_(rounded).clamp_(-edge, edge - 1)
+        words = scratch("result", (len(values), values.shape[1] * self.bits // 32), torch.int32)
+        if self.bits == 8:
+            words.view(torch.int8).copy_(numbers).bitwise_xor_(-128)
+            return words, scales
+        halves = scratch("halves", tuple(values.shape), torch.int8).copy_(numbers).add_(edge).view(torch.int16)
+        pairs = scratch("pairs", tuple(halves.shape), torch.int16)
+        words.view(torch.uint8).copy_(torch.bitwise_right_shift(halves, 4, out=pairs).bitwise_or_(halves))
+        return words, scales
 
     def _codes_by_block(self, values: torch.Tensor, name: str, scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
@@ -130,16 +142,6 @@ def _factors(largest: torch.Tensor) -> torch.Tensor:
 
     largest = largest.float()
     return torch.where(largest > 0, _LARGEST_FP8 / largest, 1.0)
-
-
-def _packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return words of 32 bits of bytes whose lowest `bits` are used."""
-    import torch
-
-    if bits == 4:
-        pairs = numbers.view(torch.int16)
-        numbers = (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
-    return numbers.view(torch.int32)
 
 
 class KnownScales:

@@ -63,8 +63,10 @@ class PackedIntegers:
         """Return all rows of all operands."""
         return [OperandRows(each, 0, num_rows(each), is_recent=True) for each in self.operands]
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the weights."""
+        import torch
+
         words, zeros, scales, *groups = operands
         scale = scales[:, start:stop].float()
         if not bool(scale.isfinite().all()):
@@ -73,8 +75,8 @@ class PackedIntegers:
         if self.is_awq:
             numbers, zero = _awq_rows(words[:, packed]), _awq_rows(zeros[:, packed])
         else:
-            numbers = _stream(words[:, start:stop].t().contiguous(), self.bits)
-            zero = _stream(zeros[:, packed].contiguous(), self.bits).t().contiguous()
+            zero = _stream(zeros[:, packed], self.bits, scratch).t().clone(memory_format=torch.contiguous_format)
+            numbers = _stream(words[:, start:stop].t(), self.bits, scratch)
         if self.is_less_one:
             zero = zero.add_(1).remainder_(1 << self.bits)
         scale = scale.t().contiguous()
@@ -91,6 +93,8 @@ class PackedIntegers:
 
         inputs = self.words.shape[0] if self.is_awq else self.words.shape[0] * 32 // self.bits
         count = self.scales.shape[0]
+        if not groups and inputs == count * self.group_size:
+            return None
         usual = torch.arange(inputs, dtype=torch.int32) // self.group_size
         found = groups[0].flatten().int() if groups else usual
         if bool(((found < 0) | (found >= count)).any()):
@@ -125,55 +129,75 @@ class TransposedMxfp4:
             for each, count in ((self.blocks, outputs * groups), (self.scales, outputs))
         ]
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the weights."""
         import torch
 
         _, outputs, groups, _ = self.blocks.shape
         inputs = groups * 32
+        result = scratch("result", (stop - start, outputs), torch.bfloat16)
         base = start // inputs * inputs
-        parts = []
-        for number in range(0, len(operands), 2):
+        for block, scale in zip(operands[::2], operands[1::2], strict=True):
             first, last = max(start - base, 0), min(stop - base, inputs)
-            block = operands[number].view(outputs, groups, 16)[:, first // 32 : last // 32]
-            scale = operands[number + 1].view(outputs, groups)[:, first // 32 : last // 32]
-            parts.append(self._columns(block, scale))
+            several = slice(first // 32, last // 32)
+            at = base + first - start
+            self._write_columns(
+                result[at : at + last - first],
+                block.view(outputs, groups, 16)[:, several],
+                scale.view(outputs, groups)[:, several],
+                scratch,
+            )
             base += inputs
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return result
 
-    def _columns(self, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return [inputs, outputs] of blocks [outputs, groups, 16] and scales [outputs, groups]."""
+    def _write_columns(
+        self, result: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, scratch: Scratch
+    ) -> None:
+        """Write `result` [inputs, outputs] of blocks [outputs, groups, 16] and scales [outputs, groups]."""
         import torch
 
         if bool((scales == 255).any()):
             raise CheckpointError(f"a scale in {self.scales.name} is no number", hint="download the checkpoint again")
         outputs, groups, _ = blocks.shape
-        values = _pairs().index_select(0, blocks.flatten().int()).view(torch.float32).view(outputs, groups, 32)
-        values.mul_(torch.pow(2.0, scales.int() - 127).unsqueeze(-1))  # in float32, where 2**-127 is a number
-        return values.view(outputs, groups * 32).bfloat16().t()  # exact, and half as much to turn round
+        words = blocks.view(torch.int32).view(outputs, groups * 4)
+        words = scratch("words", (groups * 4, outputs), torch.int32).copy_(words.t())  # as wide as can be turned round
+        index = scratch("index", (groups * 4, 4, outputs), torch.int32)
+        shifts = torch.arange(0, 32, 8, dtype=torch.int32).unsqueeze(1)
+        torch.bitwise_right_shift(words.unsqueeze(1), shifts, out=index).bitwise_and_(255)
+        index.view(groups, 16, outputs).add_((scales.t().int() << 8).unsqueeze(1))
+        pairs = scratch("pairs", (index.numel(),), torch.int32)
+        torch.index_select(_scaled_pairs(), 0, index.view(-1), out=pairs)
+        halves, pairs = result.view(torch.int16).view(-1, 2, outputs), pairs.view(-1, outputs)
+        halves[:, 0] = pairs
+        halves[:, 1] = torch.bitwise_right_shift(pairs, 16, out=pairs)
 
 
 @cache
-def _pairs() -> torch.Tensor:
-    """Return the two numbers of each byte, float32, as one of 64 bits, which is looked up at once."""
+def _scaled_pairs() -> torch.Tensor:
+    """Return the two numbers of each byte times each scale, bfloat16, as one integer, which is looked up at once."""
     import torch
 
-    return torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)]).view(torch.int64).flatten()
+    pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])
+    scales = torch.pow(2.0, torch.arange(256) - 127)  # in float32, where 2**-127 is a number
+    return (scales.view(-1, 1, 1) * pairs).bfloat16().view(torch.int32).flatten()
 
 
-def _stream(words: torch.Tensor, bits: int) -> torch.Tensor:
+def _stream(words: torch.Tensor, bits: int, scratch: Scratch) -> torch.Tensor:
     """Return float32 numbers [rows, words * 32 / bits] of words [rows, words]: a stream of bits in each row."""
     import torch
 
+    words = scratch("words", tuple(words.shape), torch.int32).copy_(words)
     if bits == 3:
         return _stream_of_3_bits(words)
     each = 8 // bits  # a byte is spread to as many
-    wide = words.view(torch.uint8).to({1: torch.uint8, 2: torch.int16, 4: torch.int32}[each])
-    spread, mask = wide, (1 << bits) - 1
-    for index in range(1, each):
-        spread = spread | (wide << ((8 - bits) * index))
-        mask |= ((1 << bits) - 1) << (8 * index)
-    return (spread & mask if each > 1 else spread).view(torch.uint8).float()
+    numbers = words.view(torch.uint8)
+    if each > 1:
+        spread = scratch("spread", tuple(numbers.shape), {2: torch.int16, 4: torch.int32}[each]).copy_(numbers)
+        shifted = scratch("shifted", tuple(spread.shape), spread.dtype)
+        for shift in ((8 - bits) * 2**step for step in range(each.bit_length() - 1)):
+            spread.bitwise_or_(torch.bitwise_left_shift(spread, shift, out=shifted))
+        numbers = spread.bitwise_and_(sum(((1 << bits) - 1) << (8 * index) for index in range(each))).view(torch.uint8)
+    return scratch("result", tuple(numbers.shape), torch.float32).copy_(numbers)
 
 
 def _stream_of_3_bits(words: torch.Tensor) -> torch.Tensor:

@@ -286,6 +286,10 @@ class WindowReader:
         from bigload.loading.staging.row_computer import RowComputer
 
         def fill(view: memoryview, tensor: TensorInfo | AssembledTensor, start: int, stop: int) -> None:
+            if isinstance(tensor, TensorInfo) and tensor.strides is None and not hasattr(self._thread, "keeps_recent"):
+                with self._sources.past_cache(tensor.span.file) as source:
+                    source.read_into([view], tensor.span.start + start)
+                return
             wanted = Portion(_as_stored(tensor), start, stop, 0)
             for portion, found in getattr(self._thread, "fetched", ()):
                 if portion.tensor == wanted.tensor and portion.start <= start and stop <= portion.stop:
