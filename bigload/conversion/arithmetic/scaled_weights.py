@@ -7,7 +7,7 @@ with half their range added (`pack-quantized` of compressed-tensors 0.20).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,16 +57,21 @@ class ScaledWeights:
             rows.append(OperandRows(self.zero_point, first // each, -(-last // each)))
         return rows
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the weights."""
+        import torch
+
         stored, scale, *zero_point = operands
-        values = _unpacked(stored, self.bits)[:, : self.columns] if self.bits else stored.float()
+        values = scratch("result", (stop - start, self.columns), torch.float32)
+        values.copy_(_unpacked(stored, self.bits)[:, : self.columns] if self.bits else stored)
         if zero_point:
-            values = values - self._wide(self._zeros(zero_point[0], start, stop), start, stop)
+            for part, zeros in self._by_grid(values, self._zeros(zero_point[0], start, stop), start):
+                part.sub_(zeros)
         scale = scale.float()
         if not bool(scale.isfinite().all()):
             raise CheckpointError(f"a scale in {self.scale.name} is not finite", hint="download the checkpoint again")
-        values = values * self._wide(scale, start, stop)
+        for part, scales in self._by_grid(values, scale, start):
+            part.mul_(scales)
         return values if self.factor == 1 else values.mul_(self.factor)
 
     def _zeros(self, stored: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -77,13 +82,21 @@ class ScaledWeights:
         skipped = first % (32 // self.bits)
         return _unpacked(stored.t().contiguous(), self.bits).t()[skipped : skipped + last - first]
 
-    def _wide(self, grid: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return what goes with each element of rows `start` to `stop`, as far as it differs."""
+    def _by_grid(
+        self, values: torch.Tensor, grid: torch.Tensor, start: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield `values`, rows from `start` on, in parts, each with what of `grid` goes with its elements."""
         rows, columns = self.block
-        if rows > 1 and grid.shape[0] > 1:
-            first = start // rows * rows
-            grid = grid.repeat_interleave(rows, dim=0)[start - first : stop - first]
-        return grid.repeat_interleave(columns, dim=1)[:, : self.columns] if grid.shape[1] > 1 else grid
+        if grid.shape[1] * columns == self.columns:
+            values, grid = values.view(len(values), -1, columns), grid.unsqueeze(-1)
+        elif grid.shape[1] > 1:
+            grid = grid.repeat_interleave(columns, dim=1)[:, : self.columns]
+        if rows == 1 or len(grid) == 1:
+            yield values, grid
+            return
+        skipped = start % rows
+        for number, row in enumerate(grid):
+            yield values[max(number * rows - skipped, 0) : (number + 1) * rows - skipped], row
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
