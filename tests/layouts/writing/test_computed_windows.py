@@ -41,10 +41,10 @@ class _Sum:
         assert stop % self.row_multiple == 0 or stop == num_rows(self.twice)
         return OperandRows(self.twice, start, stop), OperandRows(self.bias, 0, 1, is_recent=True)
 
-    def compute(self, start, stop, operands):
+    def compute(self, start, stop, operands, scratch):
         twice, bias = operands
         assert twice.shape[0] == stop - start
-        return twice.float() * 2 + bias.float()
+        return torch.mul(twice, 2, out=scratch("result", tuple(twice.shape), torch.float32)).add_(bias)
 
 
 class _Sources:
@@ -128,7 +128,7 @@ class _Turned:
         view = TensorInfo("v", self.matrix.dtype, (rows, stop - start), Span("a", begin, end), (columns, 1))
         return (OperandRows.all_of(view),)
 
-    def compute(self, start, stop, operands):
+    def compute(self, start, stop, operands, scratch):
         return operands[0].T
 
 
