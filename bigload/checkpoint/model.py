@@ -140,7 +140,8 @@ class StoredTensors(Mapping[str, TensorInfo]):
         return {name: _tensor_of(name, row) for name, row in self._rows.items()}
 
     def __getitem__(self, name: str) -> TensorInfo:
-        return _tensor_of(name, self._rows[name])
+        made: Mapping[str, TensorInfo] | None = self.__dict__.get("_all")
+        return _tensor_of(name, self._rows[name]) if made is None else made[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows

@@ -21,7 +21,8 @@ def conversion_of_checkpoint(checkpoint: Checkpoint) -> Conversion:
     Which weights the model has, and of which shapes, only the model tells: what is missing or of another shape is not
     seen here.
     """
-    return conversion_of(ModelClass.of(checkpoint.config), checkpoint.tensors)
+    tensors = dict(checkpoint.tensors.items())  # all are looked at, several times
+    return conversion_of(ModelClass.of(checkpoint.config), tensors)
 
 
 def conversion_of(model: ModelClass, stored: Mapping[str, TensorInfo]) -> Conversion:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from math import prod
 
 from bigload.conversion.strided_pieces import PiecedTensor, StridedPiece, row_strides
@@ -35,7 +36,8 @@ def inverse_of(
         if not prod(shape):
             inverse[source] = PiecedTensor.of(next(iter(by_name)), shape)
             continue
-        for pieces in (*by_name.values(), [piece for several in by_name.values() for piece in several]):
+        together = [piece for several in by_name.values() for piece in several]
+        for pieces in (*by_name.values(), together) if len(by_name) > 1 else (together,):
             are_distinct = len({piece.start for piece in pieces}) == len(pieces)
             if are_distinct and sum(prod(piece.shape) for piece in pieces) == prod(shape):
                 inverse[source] = PiecedTensor(shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
@@ -52,10 +54,11 @@ def _divided_shapes(
         for piece in tensor.pieces:
             found = (step for size, step in zip(piece.shape, piece.strides, strict=True) if size > 1)
             steps.setdefault(piece.source, set()).update(found)
-    return {name: _divided(shape, sorted(steps.get(name, ()))) for name, shape in stored.items()}
+    return {name: _divided(tuple(shape), tuple(sorted(steps.get(name, ())))) for name, shape in stored.items()}
 
 
-def _divided(shape: tuple[int, ...], steps: Iterable[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def _divided(shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...]:
     for step in steps:
         for dim, stride in enumerate(row_strides(shape)):
             times, rest = divmod(step, stride) if stride else (0, 0)

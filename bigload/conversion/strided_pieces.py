@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 
@@ -52,6 +53,11 @@ class PiecedTensor:
 
 def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a tensor that is stored row by row."""
+    return _row_strides(tuple(shape))
+
+
+@lru_cache(maxsize=1024)
+def _row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 

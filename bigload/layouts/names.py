@@ -114,7 +114,7 @@ def _way_back(conversion: Conversion, checkpoint: Checkpoint) -> Conversion:
             tensors[name] = PiecedTensor.of(tensor.sources[0], tensor.shape)
         elif all(stored[source].strides is None for source in tensor.sources):
             tensors[name] = tensor
-    shapes = {name: as_stored(each).shape for name, each in stored.items()}
+    shapes = {name: each.torch_shape for name, each in stored.items()}
     inverse = inverse_of(tensors, shapes)
     lost = sorted(stored.keys() - inverse.keys() - {*_left_over(conversion, checkpoint)})
     if lost:

@@ -139,6 +139,19 @@ class OutputFile:
         header = self.header
         return len(header), hashlib.sha256(header).hexdigest()
 
+    def take_header_of(self, other: OutputFile) -> None:
+        """Take what `header` comes to from `other`, if it has the same: one file of a rank is as that of another."""
+        form, of_other = ((each.metadata, each.aliases, each.data_offset, len(each.tensors)) for each in (self, other))
+        if (
+            not (self.is_raw or other.is_raw)
+            and form == of_other
+            and all(
+                one.source is two.source and one.shape == two.shape and one.dtype is two.dtype
+                for one, two in zip(self.tensors, other.tensors, strict=True)
+            )
+        ):
+            self.__dict__["_header_facts"] = other._header_facts  # where a cached property keeps it
+
     @property
     def header_bytes(self) -> int:
         """Length of `header`."""

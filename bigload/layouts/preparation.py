@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
@@ -41,7 +42,6 @@ from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import RESUME, check_output, replaced_folder, staging_folder
 from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.loading.checks import warn_of_whole_files
-from bigload.loading.slices import Slice
 from bigload.machine.cache_folder import cache_folder
 from bigload.planning.model_parallel.parallel_plan import ParallelPlan
 from bigload.planning.plan import Plan
@@ -240,6 +240,8 @@ def prepare_output(
     """
     _check_system(target)
     _check_torch(output)
+    for before, file in pairwise(output.files):
+        file.take_header_of(before)
     if options.threads is None and not scheme_of(checkpoint.root).is_local:
         options = replace(options, threads=REMOTE_THREADS)
     with SourceFiles(checkpoint, files=files) as sources:
@@ -315,13 +317,13 @@ def _recipe(output_digest: str, identities: Mapping[str, SourceIdentity]) -> str
 def _output_digest(output: Output) -> str:
     digest = hashlib.sha256()
     places = {id(source): json.dumps(_place_of(source))[1:-1] for source in output.sources}
-    parts: dict[tuple[Slice, ...], str] = {}
+    parts: dict[int, str] = {}  # by identity, as `places`: both are shared, and their hash is slow
     for file in output.files:
         texts = []
         for source, dtype, cuts, *_ in file.tensors:
-            if cuts not in parts:
-                parts[cuts] = json.dumps([(part.dim, part.start, part.stop) for part in cuts])
-            texts.append(f'[{places[id(source)]}, "{dtype.name}", {parts[cuts]}]')
+            if id(cuts) not in parts:
+                parts[id(cuts)] = json.dumps([(part.dim, part.start, part.stop) for part in cuts])
+            texts.append(f'[{places[id(source)]}, "{dtype.name}", {parts[id(cuts)]}]')
         facts = json.dumps([file.file, file.num_bytes, file.header_sha256])
         digest.update(f"{facts[:-1]}, [{', '.join(texts)}]]".encode() + b"".join(file.gaps))
     for name, content in output.documents.items():

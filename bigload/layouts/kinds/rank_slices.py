@@ -85,7 +85,7 @@ def lay_out(request: LayoutRequest) -> Output:
         indexes: dict[int, bytes] = {}  # equal for ranks with as many bytes: names and files are the same
         for rank, of_rank in enumerate(by_rank, start=stage * options.tp):
             if len(of_rank) > 1:
-                size = sum([file.num_bytes - file.header_bytes for file in of_rank])
+                size = sum([tensor.num_bytes for file in of_rank for tensor in file.tensors])
                 if size not in indexes:
                     (indexes[size],) = index_of(of_rank, rank_folder(rank), base=base).values()
                 documents[f"{rank_folder(rank)}/{base}{SAFETENSORS.index_suffix}"] = indexes[size]

@@ -82,7 +82,8 @@ def data_ranges(output: OutputFile, extents: Extents, *, block_bytes: int) -> Da
     pairs = [(0, output.header_bytes)]
     literals = output.literals()
     for tensor, start in zip(output.tensors, output.starts(), strict=True):
-        pairs += ((start + begin, start + end) for begin, end in _data_of(tensor, extents))
+        for begin, end in _data_of(tensor, extents):
+            pairs.append((start + begin, start + end))
     if literals:
         pairs = sorted([*pairs, *((start, start + len(gap)) for start, gap in literals)])
     merged: list[tuple[int, int]] = []
@@ -156,14 +157,12 @@ def _data_of(tensor: OutputTensor, extents: Extents) -> Iterable[tuple[int, int]
         return ()
     if isinstance(source, ComputedTensor):  # zeros may become anything
         return ((0, num_bytes),)
-    if isinstance(source, TensorInfo):
-        found, whole = list(extents(source.span)), [source.span[1:]]
-    else:
-        found = [found for span in tensor.spans for found in extents(span)]
-        whole = [(span.start, span.stop) for span in tensor.spans]
-    keeps_holes = not (tensor.is_cast and _NEVER_ZERO in (source.dtype.name, tensor.dtype.name))
+    spans = (source.span,) if isinstance(source, TensorInfo) else tensor.spans
+    found = [found for span in spans for found in extents(span)]
+    keeps_holes = tensor.dtype is source.dtype or _NEVER_ZERO not in (source.dtype.name, tensor.dtype.name)
     if not found and keeps_holes:
         return ()
+    whole = [(span.start, span.stop) for span in spans]
     if not keeps_holes:
         found = whole
     if found == whole or isinstance(source, AssembledTensor) or len(tensor.parts) > 1 or source.strides is not None:
