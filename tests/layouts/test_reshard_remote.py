@@ -353,16 +353,31 @@ def test_fused_experts_are_assembled_from_the_network(served, tmp_path, options)
     assert weights(tmp_path / "remote") == weights(tmp_path / "local")
 
 
+SIZES = {
+    f"model.layers.0.{name}": size
+    for name, size in {
+        "self_attn.q_proj": (1024, 1024),
+        "mlp.up_proj": (4096, 1024),
+        "mlp.down_proj": (1024, 4096),
+    }.items()
+}
+
+
+def _plain(folder):
+    """Write 18 MiB, beside which a piece of 64 KiB that is sent before a connection is closed counts little."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    tensors = {f"{name}.weight": torch.rand(size).bfloat16() for name, size in SIZES.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 @pytest.mark.parametrize(
     "scheme",
     ["fp8-block", "int4-g128", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8-channel", "int8"))],
 )
 def test_numbers_and_their_scales_are_transferred_once(served, tmp_path, scheme):
-    sizes = {"self_attn.q_proj": (1024, 1024), "mlp.up_proj": (4096, 1024), "mlp.down_proj": (1024, 4096)}
-    names = {f"model.layers.{layer}.{name}.weight": size for layer in range(1) for name, size in sizes.items()}
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "config.json").write_text('{"model_type": "llama"}')
-    save_file({name: torch.rand(size).bfloat16() for name, size in names.items()}, tmp_path / "plain/model.safetensors")
+    _plain(tmp_path / "plain")
     there_and_back = {"plain": bigload.Quantize(scheme), "quantised": bigload.Dequantize()}
     bigload.reshard(tmp_path / "plain", tmp_path / "quantised", transforms=[there_and_back["plain"]])
     for folder, transform in there_and_back.items():
@@ -372,6 +387,55 @@ def test_numbers_and_their_scales_are_transferred_once(served, tmp_path, scheme)
         assert served.num_bytes < 1.1 * data_bytes(tmp_path / folder)
         bigload.reshard(tmp_path / folder, tmp_path / f"local-{folder}", transforms=[transform])
         assert weights(tmp_path / f"remote-{folder}") == weights(tmp_path / f"local-{folder}")
+
+
+def _packed(folder, method):
+    """Write two layers of packed integers, or of blocks of MXFP4."""
+    draw = partial(torch.randint, generator=torch.Generator().manual_seed(0))
+    tensors = {}
+    for layer in range(2):
+        if method == "mxfp4":
+            for name, rows in (("gate_up_proj", 1024), ("down_proj", 512)):
+                stem = f"model.layers.{layer}.mlp.experts.{name}"
+                tensors[f"{stem}_blocks"] = draw(0, 256, (4, rows, 16, 16), dtype=torch.uint8)
+                tensors[f"{stem}_scales"] = draw(110, 130, (4, rows, 16), dtype=torch.uint8)
+            continue
+        for name, (inputs, outputs) in {"mlp.up_proj": (1024, 2048), "mlp.down_proj": (2048, 1024)}.items():
+            stem = f"model.layers.{layer}.{name}"
+            packed = (inputs // 8, outputs) if method == "gptq" else (inputs, outputs // 8)
+            tensors[f"{stem}.qweight"] = draw(-(2**31), 2**31, packed, dtype=torch.int32)
+            tensors[f"{stem}.qzeros"] = draw(-(2**31), 2**31, (inputs // 128, outputs // 8), dtype=torch.int32)
+            tensors[f"{stem}.scales"] = torch.rand(inputs // 128, outputs).half()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    settings = {"quant_method": method, "bits": 4, "group_size": 128}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    return folder
+
+
+@pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.slow), "mxfp4"])
+def test_packed_weights_and_their_scales_are_transferred_once(served, tmp_path, method):
+    folder = _packed(tmp_path / "packed", method)
+    served.add("org/packed", folder)
+    bigload.reshard("org/packed", tmp_path / "remote", transforms=[bigload.Dequantize()])
+    assert served.num_bytes < 1.1 * data_bytes(folder)
+    bigload.reshard(folder, tmp_path / "local", transforms=[bigload.Dequantize()])
+    assert weights(tmp_path / "remote") == weights(tmp_path / "local")
+
+
+def test_the_base_of_an_adapter_is_transferred_once(served, tmp_path):
+    folder, adapter = _plain(tmp_path / "plain"), tmp_path / "adapter"
+    adapter.mkdir()
+    matrices = {f"{name}.lora_A.weight": torch.rand(8, size[1]) for name, size in SIZES.items()}
+    matrices |= {f"{name}.lora_B.weight": torch.rand(size[0], 8) for name, size in SIZES.items()}
+    matrices = {f"base_model.model.{name}": tensor for name, tensor in matrices.items()}
+    save_file(matrices, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16}))
+    served.add("org/plain", folder)
+    bigload.reshard("org/plain", tmp_path / "remote", transforms=[bigload.MergeLora(adapter)])
+    assert served.num_bytes < 1.1 * data_bytes(folder)
+    bigload.reshard(folder, tmp_path / "local", transforms=[bigload.MergeLora(adapter)])
+    assert weights(tmp_path / "remote") == weights(tmp_path / "local")
 
 
 def test_fused_experts_of_the_network_get_their_original_names_back_by_the_file_beside_them(

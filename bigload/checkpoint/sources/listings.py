@@ -45,12 +45,14 @@ def identity_of(location: Path) -> SourceIdentity:
 def identities_now(root: Path, files: Collection[str]) -> Callable[[str], SourceIdentity]:
     """Return a function that gives what each of `files` in a folder is now, by one listing where that is possible.
 
+    An absolute path is that of a file of this machine, wherever the folder is.
+
     Raises as `SourceScheme.list_folder` does, and the function as `identity` does.
     """
     scheme = scheme_of(root)
     is_listed = scheme.list_folder is not None and scheme.has_strong_versions and len(files) > 1
     listing = scheme.list_folder(root) if scheme.list_folder is not None and is_listed else {}
-    return lambda file: listing.get(file) or scheme.identity(root / file)
+    return lambda file: listing.get(file) or scheme_of(root / file).identity(root / file)
 
 
 def is_there(location: Path) -> bool:

@@ -30,7 +30,7 @@ class SourceFiles:
 
     Args:
         checkpoint: Checkpoint whose files are read.
-        files: Files to read, if not its shards.
+        files: Files to read, if not its shards. An absolute path is that of a file of this machine: of an adapter.
         pool: Memory for direct reads.
 
     Attributes:
@@ -105,7 +105,13 @@ class SourceFiles:
 
     def check_available(self) -> None:
         """Raise ReadError, before anything is read, if some files are out of reach: in offline mode, not cached."""
-        self._scheme.check_available(self._checkpoint.root, self._files)
+        self._scheme.check_available(
+            self._checkpoint.root, [file for file in self._files if self.is_local or not self.is_here(file)]
+        )
+
+    def is_here(self, file: str) -> bool:
+        """Return whether a file is one of this machine."""
+        return scheme_of(self._checkpoint.root / file).is_local
 
     def check_headers(self) -> None:
         """Raise StalePlanError unless the files have the headers and sizes that the checkpoint was opened with."""
@@ -135,4 +141,5 @@ class SourceFiles:
         return self._open(file)
 
     def _open(self, file: str) -> ByteSource:
-        return self._scheme.open(self._checkpoint.root / file, self.recorder)
+        path = self._checkpoint.root / file
+        return scheme_of(path).open(path, self.recorder)
