@@ -240,4 +240,4 @@ def test_scales_that_are_no_numbers_are_found_before_the_first_write(tmp_path, v
 @pytest.mark.parametrize("text", ["int8", "f64", "nonsense", ""])
 def test_other_dtypes_are_refused(text):
     with pytest.raises(OptionError, match="dequantize"):
-        Dequantize.parse(text)
+        Dequantize(text)
