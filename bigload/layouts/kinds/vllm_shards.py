@@ -236,8 +236,8 @@ def _known_family(checkpoint: Checkpoint, names: _Names, version: str) -> _Famil
         )
     if config.get("quantization_config"):
         raise PartitionError(
-            f"{checkpoint.name} is quantised, and vLLM's form of quantised weights is not known here",
-            hint="serve the original folder: vLLM divides it while it loads",
+            f"weights of {checkpoint.name} are to be quantised ones, and vLLM's form of them is not known here",
+            hint="serve the quantised folder as it is, which vLLM divides while it loads; or add --dequantize bf16",
         )
     family = _Family(**names.families[found])
     problems = list(_problems(checkpoint, family, names))

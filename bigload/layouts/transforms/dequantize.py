@@ -35,7 +35,7 @@ _DEFAULT_BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class Dequantize:
-    """Write quantised weights as plain numbers of `dtype`.
+    """Write quantised weights as plain numbers of `dtype`, which may be given as text.
 
     Raises:
         OptionError: weights are not written in this dtype.
@@ -44,6 +44,9 @@ class Dequantize:
     dtype: DType = DTYPES["BF16"]
 
     def __post_init__(self) -> None:
+        given: object = self.dtype
+        if isinstance(given, str):
+            object.__setattr__(self, "dtype", Dequantize.parse(given).dtype)
         if self.dtype.name not in _TARGETS:
             raise OptionError.of("dequantize", self.dtype.name, "bf16, fp16 or fp32")
 
