@@ -17,7 +17,6 @@ from bigload.units import GIB, MIB
 
 _PIECE_BYTES = 64 * MIB
 _IDLE_SECONDS = 2.5
-_REPEATS = 3
 _LEAST_DIFFERENCE = 1.5
 """Times longer than touches of memory that was just freed; less is what such figures differ by anyhow."""
 
@@ -32,13 +31,13 @@ def renew(num_bytes: int) -> None:
     _touch_all(num_bytes if available is None else min(num_bytes, available // 2))
 
 
-def fresh_memory_rate(num_bytes: int) -> int | None:
+def fresh_memory_rate(num_bytes: int, *, repeats: int) -> int | None:
     """Return the bytes per second by which first touches of memory that was free for seconds are slower than others.
 
     `None` where they are not: a host takes back nothing, or there is none.
     """
     seconds = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         renew(num_bytes)
         at_hand = _touch_all(num_bytes)
         time.sleep(_IDLE_SECONDS)

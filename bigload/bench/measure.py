@@ -80,7 +80,7 @@ def measure_machine(
     with probed_checkpoint(path, effort.num_bytes) as checkpoint:
         storage = storage_rates(checkpoint, seconds=effort.seconds, on_run=on_run)
     on_run("memory that was free for seconds")
-    fresh = fresh_memory_rate(effort.num_bytes)
+    fresh = fresh_memory_rate(effort.num_bytes, repeats=effort.passes)
     hardware = hardware_of(Path(path))
     devices: tuple[DeviceProfile, ...] = ()
     if find_spec("torch") is None:
