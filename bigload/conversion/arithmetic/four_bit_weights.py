@@ -98,7 +98,7 @@ class FourBitWeights:
             rows += [OperandRows(each, 0, each.num_elements, is_recent=True) for each in several]
         return rows
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the weights."""
         import torch
 

@@ -57,7 +57,7 @@ class GgmlValues:
         """Return the same rows."""
         return (OperandRows(self.tensor, start, stop),)
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return their values, in transformers' order."""
         (rows,) = operands
         decode = DECODERS.get(self.tensor.dtype.name)
@@ -103,7 +103,7 @@ class TransposedExperts:
             for each in self.tensors
         ]
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return their values."""
         import torch
 
@@ -143,7 +143,7 @@ class InterleavedRows:
         """Return the same rows of each."""
         return [OperandRows(each, start, stop) for each in self.tensors]
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the rows."""
         import torch
 
@@ -169,7 +169,7 @@ class EverySecond:
         step = 2 if self.is_of_rows else 1
         return [OperandRows(self.tensor, step * start, step * stop)]
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the rows."""
         (rows,) = operands
         return rows[self.part :: 2] if self.is_of_rows else rows[:, self.part :: 2]
@@ -196,7 +196,7 @@ class Mxfp4Rows:
         count = self.scales.shape[-1]
         return OperandRows(self.blocks, start * count, stop * count), OperandRows(self.scales, start, stop)
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the rows as bytes."""
         import torch
 

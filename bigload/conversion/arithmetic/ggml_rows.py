@@ -55,7 +55,7 @@ class GgmlRows:
             for each in range(first, last)
         ]
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return their values, or their blocks."""
         import torch
 
@@ -80,11 +80,11 @@ class ConstantRow:
     row_multiple: int = 1
     operands: tuple[Operand, ...] = ()
 
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:  # noqa: ARG002 - see Operation
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
         """Return nothing: it is computed from no tensor."""
         return ()
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the numbers as float32."""
         import torch
 
@@ -128,7 +128,7 @@ class ReorderedRows:
             found.append(rows)
         return found
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the rows."""
         import torch
 
@@ -142,7 +142,7 @@ class NegatedExponential(Unchanged):
 
     is_inverse: bool = False
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return their values in float32."""
         values = operands[0].float()
         return values.neg().log() if self.is_inverse else values.exp().neg()

@@ -59,7 +59,7 @@ class JoinedRows:
         """Return the rows of each tensor."""
         return [OperandRows(each.tensor, each.start, each.stop) for each in self._between(start, stop)]
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the columns of them."""
         import torch
 

@@ -118,7 +118,7 @@ class StackedLowRankSum:
         small = (OperandRows.all_of(each, is_recent=True) for each in (self.down, self.up))
         return OperandRows(self.base, start, stop), *small
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the sum, expert by expert."""
         base, down, up = (each.float() for each in operands)
         experts, rows, _ = shape_of(self.base)
@@ -154,7 +154,7 @@ class ScaledSum:
         """Return the same rows of both."""
         return tuple(OperandRows(each, start, stop) for each in self.operands)
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the sum."""
         base, other = (each.float() for each in operands)
         return base + other * self.scale

@@ -201,7 +201,7 @@ class RoundedWeights:
         """Return the same rows."""
         return (OperandRows(self.source, start, stop),)
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the numbers."""
         codes, scales = self.rounding.codes(_stored_form(self.source, operands[0]), self.source.name, scratch)
         num_rows = self.rounding.grid(*shape_of(self.source))[0]
@@ -232,7 +232,7 @@ class ScalesOfWeights:
         """Return rows that were computed with the numbers."""
         return self.scales.take(self.source.name, start, stop)
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the scales."""
         return self.rounding.scales(_stored_form(self.source, operands[0]), self.source.name, scratch)
 
@@ -245,11 +245,11 @@ class ShapeOfWeights:
     row_multiple: int = 1
     operands: tuple[Operand, ...] = ()
 
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:  # noqa: ARG002 - see Operation
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
         """Return nothing: it is known beforehand."""
         return ()
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return the numbers."""
         import torch
 

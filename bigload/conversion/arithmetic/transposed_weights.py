@@ -59,7 +59,7 @@ class PackedIntegers:
         groups = () if self.groups is None else (self.groups,)
         return self.words, self.zero_points, self.scales, *groups
 
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:  # noqa: ARG002 - rows lie across all of them
+    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
         """Return all rows of all operands."""
         return [OperandRows(each, 0, num_rows(each), is_recent=True) for each in self.operands]
 

@@ -28,6 +28,6 @@ class Unchanged:
         """Return the same rows."""
         return (OperandRows(self.tensor, start, stop),)
 
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:  # noqa: ARG002
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return them."""
         return operands[0]
