@@ -122,6 +122,7 @@ CASES = {
     },
     "t5": T5,
     "t5 with a gate": {**T5, "feed_forward_proj": "gated-gelu"},
+    "mt5": T5,
     "umt5": T5,
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2},
     "qwen3 with YaRN": {"head_dim": 64, "rope_parameters": YARN},
