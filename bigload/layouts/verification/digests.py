@@ -167,25 +167,28 @@ class InOrderDigest:
 
     Args:
         digest: Digest of the file.
-        on_digested: Called with the number of each window after it is digested and its memory is given back.
 
     Attributes:
         digest: Digest of the file.
         prefixes: Digest of all bytes up to the end of each window, by that position.
     """
 
-    def __init__(self, digest: FileDigest, on_digested: Callable[[int], object]) -> None:
+    def __init__(self, digest: FileDigest) -> None:
         self.digest = digest
         self.prefixes: dict[int, str] = {}
-        self._on_digested = on_digested
         self._early: dict[int, tuple[int, memoryview, ExitStack]] = {}
         self._next = 0
         self._lock = threading.Lock()
         self._is_busy = False
         self._is_aborted = False
 
-    def add(self, number: int, start: int, view: memoryview, lent: ExitStack) -> None:
+    def add(
+        self, number: int, start: int, view: memoryview, lent: ExitStack, on_digested: Callable[[int], object]
+    ) -> None:
         """Digest window `number`, which starts at byte `start`, and those that wait for it; close `lent` after each.
+
+        Then `on_digested` is called with the number of each. It is not kept: what it belongs to would never be freed
+        where cycles are not looked for.
 
         Bytes that are digested already, of a file that is resumed, are left out. After `abort` nothing is digested.
         """
@@ -201,7 +204,7 @@ class InOrderDigest:
                 self.prefixes[self.digest.position] = self.digest.so_far
             self._next = number + 1
             self._is_busy = False
-            self._on_digested(number)  # others may go on: it may flush the file
+            on_digested(number)  # others may go on: it may flush the file
 
     def abort(self) -> None:
         """Give back the memory of all windows that are kept: the one that they wait for will never come."""

@@ -47,7 +47,7 @@ class FileInProgress:
 
     def __post_init__(self) -> None:
         digest = FileDigest.of(self.output) if self.kept is None else self.kept.digest
-        self.digests = InOrderDigest(digest, self.done)
+        self.digests = InOrderDigest(digest)
         self.is_digested = True
         self.windows: Sequence[Window] = ()
         position = self.digests.digest.position

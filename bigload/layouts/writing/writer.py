@@ -44,6 +44,9 @@ MAX_RUN_BYTES = 64 * MIB
 
 LEAST_WINDOW_BYTES = 64 * KIB
 
+SMALL_WINDOW_BYTES = 256 * KIB
+"""Windows up to this size have blocks of their own, without huge pages: files of holes have no others."""
+
 NOTE_PART_EVERY_BYTES = 256 * MIB
 """Bytes of a part of a file between two lines of the journal."""
 
@@ -122,6 +125,9 @@ class Writer:
         self._pool = pool
         # Each thread fills one window, and as many wait to be digested.
         self._memory = BlockPool(2 * self._threads, block_bytes=self._window_bytes, is_prefaulted=False)
+        self._small_memory = self._memory
+        if self._window_bytes > SMALL_WINDOW_BYTES:
+            self._small_memory = BlockPool(2 * self._threads, block_bytes=SMALL_WINDOW_BYTES, is_prefaulted=False)
         self._open_files: list[FileInProgress] = []
 
     @property
@@ -181,6 +187,7 @@ class Writer:
     def close(self) -> None:
         """Give memory back."""
         self._memory.close()
+        self._small_memory.close()
 
     def _jobs_of_part(self, part: PartToWrite, open_files: list[UnorderedFile]) -> Iterator[_Job]:
         file = UnorderedFile(
@@ -236,7 +243,8 @@ class Writer:
         """Yield each job with a block of memory, lent to one job after the other: see `InOrderDigest`."""
         for job in jobs:
             lent = ExitStack()
-            yield job, lent.enter_context(self._memory.lend()), lent
+            memory = self._small_memory if job.window.num_bytes <= SMALL_WINDOW_BYTES else self._memory
+            yield job, lent.enter_context(memory.lend()), lent
 
     def _runs(self, files: Iterable[FileToWrite], records: dict[str, FileRecord]) -> Iterator[list[_Job]]:
         """Yield the windows of remote sources as threads take them: those that read neighbouring bytes together."""
@@ -369,7 +377,7 @@ class Writer:
                     difference = next(index for index in range(num_bytes) if view[index] != back[index])
                     raise file.verification_error(window.start + difference)
         if file.is_digested:
-            file.digests.add(job.number, window.start, view[:num_bytes], lent)
+            file.digests.add(job.number, window.start, view[:num_bytes], lent, file.done)
         else:
             file.done(job.number)
 
@@ -379,7 +387,7 @@ class Writer:
         content = view[: window.num_bytes]
         if xxhash.xxh3_128_hexdigest(content) != job.digest:
             raise file.verification_error(window.start)
-        file.digests.add(job.number, window.start, content, lent)
+        file.digests.add(job.number, window.start, content, lent, file.done)
 
 
 @dataclass(frozen=True, slots=True)

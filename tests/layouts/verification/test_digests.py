@@ -102,14 +102,14 @@ def test_a_lane_takes_windows_in_file_order_whichever_is_ready_first(threads):
     output = file_of([1000], is_raw=True)
     content = content_of(output)
     digested, released = [], []
-    lane = InOrderDigest(FileDigest.of(output), digested.append)
+    lane = InOrderDigest(FileDigest.of(output))
     everyone = threading.Barrier(threads)
 
     def add(number):
         everyone.wait()
         width = 1000 // threads
         part = memoryview(content)[number * width : (number + 1) * width]
-        lane.add(number, number * width, part, lent_to(released, number))
+        lane.add(number, number * width, part, lent_to(released, number), digested.append)
 
     workers = [threading.Thread(target=add, args=(number,)) for number in reversed(range(threads))]
     for worker in workers:
@@ -125,10 +125,10 @@ def test_a_window_that_comes_too_early_keeps_its_memory_and_no_thread():
     output = file_of([100], is_raw=True)
     content = content_of(output)
     digested, released = [], []
-    lane = InOrderDigest(FileDigest.of(output), digested.append)
-    lane.add(1, 50, memoryview(content)[50:], lent_to(released, 1))
+    lane = InOrderDigest(FileDigest.of(output))
+    lane.add(1, 50, memoryview(content)[50:], lent_to(released, 1), digested.append)
     assert digested == released == []
-    lane.add(0, 0, memoryview(content)[:50], lent_to(released, 0))
+    lane.add(0, 0, memoryview(content)[:50], lent_to(released, 0), digested.append)
     assert digested == released == [0, 1]
     assert lane.digest.finish() == digest_of(content)
 
@@ -138,20 +138,20 @@ def test_a_lane_leaves_out_what_the_digest_has_already():
     content = content_of(output)
     digest = FileDigest.of(output)
     digest.update(memoryview(content)[:37])
-    lane = InOrderDigest(digest, lambda _: None)
-    lane.add(0, 20, memoryview(content)[20:60], ExitStack())
-    lane.add(1, 60, memoryview(content)[60:], ExitStack())
+    lane = InOrderDigest(digest)
+    lane.add(0, 20, memoryview(content)[20:60], ExitStack(), lambda _: None)
+    lane.add(1, 60, memoryview(content)[60:], ExitStack(), lambda _: None)
     assert digest.finish() == digest_of(content)
 
 
 def test_an_aborted_lane_gives_all_memory_back_and_digests_nothing():
     digested, released = [], []
-    lane = InOrderDigest(FileDigest.of(file_of([150], is_raw=True)), digested.append)
-    lane.add(1, 50, memoryview(bytes(50)), lent_to(released, 1))
+    lane = InOrderDigest(FileDigest.of(file_of([150], is_raw=True)))
+    lane.add(1, 50, memoryview(bytes(50)), lent_to(released, 1), digested.append)
     lane.abort()
     assert released == [1]
-    lane.add(2, 100, memoryview(bytes(50)), lent_to(released, 2))
-    lane.add(0, 0, memoryview(bytes(50)), lent_to(released, 0))
+    lane.add(2, 100, memoryview(bytes(50)), lent_to(released, 2), digested.append)
+    lane.add(0, 0, memoryview(bytes(50)), lent_to(released, 0), digested.append)
     assert released == [1, 2, 0]
     assert digested == []
     assert lane.digest.position == 0

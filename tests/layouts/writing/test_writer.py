@@ -1,5 +1,6 @@
 import ctypes
 import errno
+import gc
 import os
 import threading
 from contextlib import ExitStack
@@ -91,6 +92,17 @@ class Job:
 @pytest.fixture(params=["direct", "through the page cache"])
 def job(tmp_path, request):
     return Job(tmp_path, is_direct=request.param == "direct")
+
+
+@thread_counts
+def test_files_are_freed_without_a_search_for_cycles(tmp_path, threads):
+    gc.collect()
+    gc.disable()  # as the command line does
+    try:
+        Job(tmp_path).write(threads=threads)
+        assert not [each for each in gc.get_objects() if isinstance(each, files_module.FileInProgress)]
+    finally:
+        gc.enable()
 
 
 @thread_counts
