@@ -241,8 +241,8 @@ def _selected(view: CheckpointView, empty: Mapping[str, torch.Tensor], devices: 
         dtype = loaded_dtype(want.name, want.dtype, dtype_of(goal.dtype))
         if torch_dtype(dtype) != goal.dtype:
             raise _LeftToTransformersError(f"{want.name} is {want.dtype.name}, and {goal.dtype} in the model")
-        wanted.append(replace(want, dtype=dtype))
-    return replace(found, wanted=tuple(wanted))
+        wanted.append(want._replace(dtype=dtype))
+    return found._replace(wanted=tuple(wanted))
 
 
 def _mostly_stays_in_files(selection: Selection) -> bool:

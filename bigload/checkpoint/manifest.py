@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from bigload.checkpoint.byte_source import PositionalReader, address_text, read_range, scheme_of
 from bigload.checkpoint.fingerprint import ShardFingerprint
@@ -65,8 +65,7 @@ class FileRecord:
     tensors: Mapping[str, str | None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestSource:
+class ManifestSource(NamedTuple):
     """The checkpoint that was read: its path as the user named it, its shards, and the bytes of its tensors."""
 
     path: str

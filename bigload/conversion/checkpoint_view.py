@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from bigload.checkpoint.model import Checkpoint, StoredTensor, TensorInfo
 from bigload.conversion.conversion import Conversion
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointView:
+class CheckpointView(NamedTuple):
     """The tensors of `checkpoint` as it stores them; or, with a `conversion`, those of a model that they make.
 
     Where the files of `checkpoint` hold parts of tensors, `tensors` has the whole ones.
@@ -67,4 +66,4 @@ def view_for(
     if not is_of_transformers(model):
         return stored
     conversion = conversion_for(model, stored.tensors, shapes)
-    return replace(stored, tensors=conversion.made_of(stored.tensors), conversion=conversion)
+    return stored._replace(tensors=conversion.made_of(stored.tensors), conversion=conversion)

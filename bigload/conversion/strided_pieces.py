@@ -7,13 +7,13 @@ operation of the same name does to the tensor. All numbers count elements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class StridedPiece:
+class StridedPiece(NamedTuple):
     """A box of a tensor, of which all elements are those of one stored tensor.
 
     Attributes:
@@ -208,7 +208,7 @@ def _merged(piece: StridedPiece, dim: int, size: int) -> Iterator[StridedPiece]:
         yield _joined(piece, dim, first, rows * columns, column_stride if columns > 1 else row_stride)
     else:
         for row in range(rows):
-            below = replace(piece, offset=piece.offset + row * row_stride)
+            below = piece._replace(offset=piece.offset + row * row_stride)
             yield _joined(below, dim, first + row * size, columns, column_stride)
 
 
@@ -240,8 +240,7 @@ def _divided(piece: StridedPiece, dim: int, size: int) -> Iterator[StridedPiece]
         begin += rows * columns
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBox:
+class StoredBox(NamedTuple):
     """A piece that is a box of its stored tensor too: every `steps[dim]`-th element from `first` on.
 
     Attributes:
@@ -274,7 +273,7 @@ def boxes_of(piece: StridedPiece, shape: Sequence[int]) -> Iterator[StoredBox]:
             for begin, end in ((0, room), (room, count)):
                 offset = piece.offset + begin * stride
                 start = _put(piece.start, dim, piece.start[dim] + begin)
-                cut = replace(piece, offset=offset, start=start, shape=_put(piece.shape, dim, end - begin))
+                cut = piece._replace(offset=offset, start=start, shape=_put(piece.shape, dim, end - begin))
                 yield from boxes_of(cut, shape)
             return
         axes[dim] = axis

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigload.distributed.launchers import host_name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostShare:
+class HostShare(NamedTuple):
     """Number of `processes` that load on this host at the same time, and the `cores` that each of them can count on."""
 
     processes: int

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.errors import OptionError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launcher:
+class Launcher(NamedTuple):
     """Names of the variables of one launcher; not all launchers set `node`, the number of the host."""
 
     rank: str
@@ -33,8 +32,7 @@ LAUNCHERS = (
 """The first whose variables are set counts: torchrun may run in a step of Slurm, and not the other way round."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchedProcess:
+class LaunchedProcess(NamedTuple):
     """This process as its launcher numbers it.
 
     Attributes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigload.checkpoint.model import Checkpoint
 from bigload.errors import OptionError
@@ -18,8 +17,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiec
 _NO_TEXT = "--random-tokens 128 runs the model without text"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderTokenizer:
+class FolderTokenizer(NamedTuple):
     """A tokenizer of transformers.
 
     Attributes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,8 +30,7 @@ _ALL_ON_DISK: DeviceMap = {"": "disk"}
 _SEED = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelMaker:
+class ModelMaker(NamedTuple):
     """Factory of models of one class and one config, with all parameters on the meta device.
 
     Attributes:
@@ -119,8 +118,7 @@ class ModelMaker:
         return model.eval()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedModel:
+class PlannedModel(NamedTuple):
     """A model of transformers, its checkpoint, and the plan that places it.
 
     Attributes:

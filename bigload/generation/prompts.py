@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.errors import OptionError
 from bigload.units import counted
@@ -13,16 +13,14 @@ DEFAULT_CONTEXT = 4096
 """Tokens of a prompt and its answer together, where neither the plan nor the user says more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
+class ChatMessage(NamedTuple):
     """One message of a conversation; `role` is `system`, `user` or `assistant`."""
 
     role: str
     content: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A question: `text` or `messages`.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bigload.runtime.streaming.run_log import ForwardStats
 
@@ -55,8 +55,7 @@ class Answer:
         return (len(self.tokens) - 1) / max(self.seconds - self.first_token_seconds, 1e-9)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
+class RunReport(NamedTuple):
     """A run of a model.
 
     Attributes:

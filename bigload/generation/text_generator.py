@@ -6,10 +6,9 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,8 +24,7 @@ from bigload.runtime.streaming.run_log import ForwardStats
 from bigload.units import counted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class Sampling(NamedTuple):
     """How a token is chosen: as `generation_config.json` beside the weights says, unless asked otherwise.
 
     Attributes:

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from bigload.checkpoint.formats.registry import SAFETENSORS, read_shard_header
 from bigload.checkpoint.formats.safetensors import MAX_HEADER_BYTES
@@ -140,8 +141,7 @@ def _invalid(root: Path, code: str, text: str) -> InvalidCheckpointError:
     return InvalidCheckpointError(root, [Problem(code=code, file=DAT_INDEX, text=text)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileHeader:
+class FileHeader(NamedTuple):
     """Tensors of a safetensors file by name, and the signature that the file had before they were read."""
 
     signature: tuple[int, int, int] | None

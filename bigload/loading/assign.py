@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,16 +20,14 @@ class HasTorchShape(Protocol):
         """The shape that torch gives it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class Assignment(NamedTuple):
     """A stored tensor and every place in the module that it belongs to: several when weights are tied."""
 
     tensor_name: str
     places: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(NamedTuple):
     """What a checkpoint and a module have in common, and what only one of them has.
 
     Attributes:
@@ -77,7 +74,7 @@ def match(
     What stays on disk is left alone. `unexpected` and `problems` are what a conversion has found; see `Comparison`.
     """
     compared = compare(module, {want.name: want for want in selection.wanted}, selection.left_on_disk)
-    found = replace(compared, unexpected=(*compared.unexpected, *unexpected), problems=tuple(problems))
+    found = compared._replace(unexpected=(*compared.unexpected, *unexpected), problems=tuple(problems))
     if found.problems or (strict and not found.is_exact):
         raise found.error(type(module).__name__)
     return found.assignments

@@ -43,8 +43,7 @@ CPU = "cpu"
 _PAGE_BYTES = 4 * KIB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestedTensor:
+class RequestedTensor(NamedTuple):
     """A stored tensor, or a part of it, or an assembled one, with its dtype and device (`cpu`, `cuda:0`) in memory."""
 
     tensor: TensorInfo | AssembledTensor
@@ -94,8 +93,7 @@ class RequestedTensor:
         return (Span(self.tensor.span.file, rows.start, rows.start + (rows.count - 1) * rows.stride + rows.row_bytes),)
 
 
-@dataclass(frozen=True, slots=True)
-class BufferSpec:
+class BufferSpec(NamedTuple):
     """Memory to take: `num_bytes` on `device`, for tensors of `file`; or that file's own pages, mapped."""
 
     device: str
@@ -104,8 +102,7 @@ class BufferSpec:
     is_map: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BufferSlot:
+class BufferSlot(NamedTuple):
     """Position of a tensor in memory: byte `start` of the buffer with index `buffer` in `Schedule.buffers`."""
 
     wanted: RequestedTensor
@@ -113,16 +110,14 @@ class BufferSlot:
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class DTypeCast:
+class DTypeCast(NamedTuple):
     """From the dtype in the file to the one in memory."""
 
     stored: DType
     wanted: DType
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """Distances in memory, in elements: from one of a row to the next, and from row to row. `bits` are of the file."""
 
     bits: int
@@ -184,8 +179,7 @@ class Delivery(Enum):
     POPULATED = "made present in the map of the file, where they stay"
 
 
-@dataclass(frozen=True, slots=True)
-class ReadJob:
+class ReadJob(NamedTuple):
     """One read: `num_bytes` of `file` from `offset` on, all for one device."""
 
     file: str
@@ -196,8 +190,7 @@ class ReadJob:
     device: str = CPU
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class Schedule(NamedTuple):
     """Memory to take, where each tensor will lie in it, and the reads that fill it, in order."""
 
     buffers: tuple[BufferSpec, ...]

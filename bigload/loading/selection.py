@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from bigload.checkpoint.model import AssembledTensor, StoredTensor, TensorInfo
 from bigload.conversion.checkpoint_view import CheckpointView
@@ -20,8 +20,7 @@ DeviceLike = object
 """Text (`cpu`, `cuda:0`), a CUDA index, a `torch.device` or a `Device`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class Selection(NamedTuple):
     """The tensors to bring into memory, and the names of those that stay on disk; what a plan leaves out is neither."""
 
     wanted: tuple[RequestedTensor, ...]
@@ -34,7 +33,7 @@ class Selection:
 
     def of(self, names: Collection[str]) -> Selection:
         """Return those of the wanted tensors that go by one of `names`."""
-        return replace(self, wanted=tuple(want for want in self.wanted if want.name in names))
+        return self._replace(wanted=tuple(want for want in self.wanted if want.name in names))
 
 
 def select(

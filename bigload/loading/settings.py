@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from bigload.distributed.host_share import HostShare
 from bigload.errors import OptionError
@@ -52,8 +51,7 @@ class Method(StrEnum):
     DIRECT = "direct"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSettings:
+class LoadSettings(NamedTuple):
     """How to load: threads that read, how they read, and the bytes that may be read or staged at one moment.
 
     `threads` is `None` where it is not set: the read strategy then chooses by bytes, method and the `share` of the host

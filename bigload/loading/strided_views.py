@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.loading.slices import Slice, StridedRange
@@ -22,8 +23,7 @@ _MAX_SPREAD = 2
 """Elements along a dimension are read with what lies between them if that at most doubles what is read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ViewPart:
+class ViewPart(NamedTuple):
     """Some elements of a view: how to read them, and from where to where each of them goes.
 
     Attributes:

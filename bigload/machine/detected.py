@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.devices import Device
 from bigload.units import format_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetectedMemory:
+class DetectedMemory(NamedTuple):
     """Memory of one device, and how much of it was free when it was queried.
 
     `source` is the tool of the maker (`nvidia-smi`), `torch`, `MemAvailable` (the kernel) or `cgroup` (the limit of a
@@ -28,16 +27,14 @@ class DetectedMemory:
         return f"{self.device} {format_size(self.free_bytes)} free of {format_size(self.total_bytes)} ({self.source})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnknownMemory:
+class UnknownMemory(NamedTuple):
     """A device that does not report its memory; `reason` is why, without a full stop."""
 
     device: Device
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetectedGpus:
+class DetectedGpus(NamedTuple):
     """The GPUs that a program started now would see, in torch's numbering.
 
     `missing` is the reason why there are no others. `notes` are sentences about doubts in the numbering.

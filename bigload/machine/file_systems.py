@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _BLOCK_DEVICES = Path("/sys/dev/block")
@@ -14,8 +14,7 @@ _NETWORK = frozenset(("9p", "acfs", "afs", "beegfs", "ceph", "cifs", "coda", "gp
 _NETWORK |= {"orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSystem:
+class FileSystem(NamedTuple):
     """A mounted file system: its `kind` as mount(8) calls it, and the `device` it is on, empty where it has none.
 
     >>> print(FileSystem(kind="ext4", device="nvme0n1p2"), FileSystem(kind="tmpfs", device=""), sep="; ")
@@ -47,8 +46,7 @@ def file_system_of(path: Path, *, mounts: Path = _MOUNTS, block_devices: Path = 
     return FileSystem(kind=found.kind, device=_device(found, block_devices))
 
 
-@dataclass(frozen=True, slots=True)
-class _Mount:
+class _Mount(NamedTuple):
     folder: str
     number: str
     kind: str

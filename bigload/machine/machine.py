@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.machine.accelerators.gpus import detect_gpus
 from bigload.machine.detected import DetectedGpus, DetectedMemory
 from bigload.machine.memory import detect_ram
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(NamedTuple):
     """Detectors that a memory budget calls: each at most once, and only for a device that needs it."""
 
     ram: Callable[[], DetectedMemory | None] = detect_ram

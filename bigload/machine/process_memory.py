@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from bigload.machine.libc import libc
 from bigload.machine.memory import proc_sizes
@@ -20,8 +19,7 @@ _SELF = Path("/proc/self")
 _INTERVAL_SECONDS = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class ResidentMemory:
+class ResidentMemory(NamedTuple):
     """Resident memory of a process, in bytes: private, and pages of files or shared memory."""
 
     private_bytes: int

@@ -9,7 +9,6 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,7 +97,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     # Ranks of one tensor are expected on one host, as vLLM advises; on several, each has fewer threads than it could.
     alone = HostShare.of_process_alone()
     share = HostShare(processes=ranks.world_size, cores=alone.cores / ranks.world_size)
-    _, read_bytes = fill_local(checkpoint, replace(settings(), share=share), loaded)
+    _, read_bytes = fill_local(checkpoint, settings()._replace(share=share), loaded)
     with torch.no_grad():
         for each in loaded:
             if each.part.existing is not None and not each.part.is_in_place:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from bigload.documents import DocumentError, check_schema, parse_json, read_file
 from bigload.errors import OptionError
@@ -16,8 +16,7 @@ SCHEMA = "bigload.expert-stats/1.0"
 _MAX_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertStats:
+class ExpertStats(NamedTuple):
     """How often each expert was used in a recorded run.
 
     Attributes:

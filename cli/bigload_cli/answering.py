@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,8 +30,7 @@ from bigload_cli.options import ColorMode
 from bigload_cli.output import can_draw, print_piece, say, say_table, status_line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Question(NamedTuple):
     """A prompt in tokens, and how many its answer can have."""
 
     tokens: list[int]
@@ -38,8 +38,7 @@ class Question:
     label: object = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerWishes:
+class AnswerWishes(NamedTuple):
     """Options of `bigload run` that are about answers, by the names of the command line.
 
     Attributes:
@@ -270,7 +269,7 @@ class Answering:
                     say(f"error: {error.message}\nhint: {'; '.join(hints)}")
                     continue
                 room = min(question.max_new_tokens, self.wishes.max_new_tokens or question.max_new_tokens)
-                answer = self._answer_text(replace(question, max_new_tokens=room), is_stopped=is_stopped)
+                answer = self._answer_text(question._replace(max_new_tokens=room), is_stopped=is_stopped)
             said = (*now, ChatMessage(role="assistant", content=answer.text))
             if self.wishes.stats:
                 from bigload_cli.views.run import steps

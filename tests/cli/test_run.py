@@ -38,7 +38,7 @@ def stats_text(report):
 
 
 ONE = run_report(answer(forward(0.25, disk=GIB, ram=2 * GIB), forward(), forward()))
-PREDICTED = replace(ONE, prediction=prediction(), cached_fraction=0.25)
+PREDICTED = ONE._replace(prediction=prediction(), cached_fraction=0.25)
 MANY = run_report(*(answer(forward(), forward(), seconds=0.5 * number, num_tokens=2) for number in (1, 2, 3)))
 
 

@@ -13,8 +13,8 @@ A rule, not a measurement: samples of both methods took 14 % of a cold load of 1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bigload.errors import UnsupportedMethodError
 from bigload.loading.readers.direct import direct_alignment
@@ -36,8 +36,7 @@ _MAX_PROBED_BYTES = 16 * MIB  # mincore(2) takes 15 to 50 ms per GiB: 3 % of a l
 _PROBE_BYTES = 256 * KIB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRanges:
+class FileRanges(NamedTuple):
     """Byte ranges of a file that will be read, as (start, stop) in rising order, neighbours merged."""
 
     path: Path
@@ -48,8 +47,7 @@ class FileRanges:
         return sum(stop - start for start, stop in self.ranges)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodChoice:
+class MethodChoice(NamedTuple):
     """The `method`, never `auto`, and the `reason` for it as half a sentence.
 
     `waits_for_disk`: reads will wait for a disk or a server, so more threads than cores pay. `cache_first`: some of the
@@ -62,8 +60,7 @@ class MethodChoice:
     cache_first: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileFacts:
+class FileFacts(NamedTuple):
     """Facts about the files of a load.
 
     Attributes:

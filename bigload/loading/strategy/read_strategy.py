@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from bigload.checkpoint.byte_source import ByteSource, SourceScheme, scheme_of
 from bigload.checkpoint.model import Checkpoint
@@ -33,8 +33,7 @@ NETWORK_THREADS = 16
 OpenSource = Callable[[Path], ByteSource]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadStrategy:
+class ReadStrategy(NamedTuple):
     """I/O method, threads and bounds of one load."""
 
     method: Method

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigload.units import MIB
 
@@ -19,8 +19,7 @@ _ROW = re.compile(r"\| +(\d+) +(\d+) +(\d+) +(\d+) +\|(?: +(\d+)MiB */ *(\d+)MiB
 _OLD_NAME = re.compile(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigSlice:
+class MigSlice(NamedTuple):
     """A MIG device: what a program sees as a GPU of its own.
 
     Attributes:

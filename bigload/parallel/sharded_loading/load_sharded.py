@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -159,7 +159,7 @@ def load_sharded(
             fill = partial(broadcast_tensors, group, stored.checkpoint, how, sent)
         else:
             stored, places = run_on_all_ranks(group, lambda: _opened(checkpoint, plan))
-            fill = partial(fill_local, stored.checkpoint, replace(how, share=peers.share))
+            fill = partial(fill_local, stored.checkpoint, how._replace(share=peers.share))
         parts = [part for _, part in places]
         tensors, report = run_on_all_ranks(group, lambda: _loaded(stored, parts, fill, group.rank, began))
         assign_local(module, [assignment for assignment, _ in places], tensors)

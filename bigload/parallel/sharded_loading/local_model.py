@@ -51,7 +51,7 @@ class ModelPart:
             tensors.pop(name, None)
             if theirs in stored.tensors:
                 tensors[name] = replace(stored.tensors[theirs], name=name)
-        return view_for(self.model, replace(stored, tensors=tensors), self._whole_shapes())
+        return view_for(self.model, stored._replace(tensors=tensors), self._whole_shapes())
 
     @torch.no_grad()  # a DTensor gives its local tensor without a step of autograd
     def parts(self, view: CheckpointView) -> list[tuple[Assignment, LocalPart]]:
@@ -60,7 +60,7 @@ class ModelPart:
         tensors = {name: AssembledTensor.of(tensor) for name, tensor in view.tensors.items()}
         forms = {name: replace(tensor, shape=self._shape(name, tensor)) for name, tensor in tensors.items()}
         found = compare(self.model, forms)
-        found = replace(found, unexpected=(*found.unexpected, *view.unexpected), problems=view.problems)
+        found = found._replace(unexpected=(*found.unexpected, *view.unexpected), problems=view.problems)
         if found.problems or (self.strict and not found.is_exact):
             raise found.error(type(self.model).__name__, **self._hint(view))
         if found.missing or found.misshapen:

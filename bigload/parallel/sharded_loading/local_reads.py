@@ -6,7 +6,6 @@ Short ranges, such as columns, are read by `column_reads.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
@@ -55,7 +54,7 @@ def fill_local(
         own, shared = rows, []
     read_bytes = _read_rows(checkpoint, own, strategy, recorder)
     if shared:  # what other processes read too goes through the page cache, which reads it once
-        cached = replace(settings, method=Method.READ)
+        cached = settings._replace(method=Method.READ)
         shared_strategy = choose_strategy(checkpoint, _requested(shared), cached, None, Recorder(is_tracing=False))
         read_bytes += _read_rows(checkpoint, shared, shared_strategy, recorder)
     read_bytes += read_columns(checkpoint, columns, threads=_column_threads(columns, strategy, settings))

@@ -7,7 +7,6 @@ wanted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from bigload.devices import CPU, DISK, Device
@@ -50,8 +49,7 @@ def resolve_limits(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
+class _View(NamedTuple):
     """What was seen of the machine; `is_whole` when nothing of it was left out."""
 
     memory: Mapping[Device, DetectedMemory]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from bigload.devices import DISK
 from bigload.planning.timing.schedule import BlockSchedule
@@ -26,8 +26,7 @@ class Source(Enum):
     DISK = "disk"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SteadyState:
+class SteadyState(NamedTuple):
     """Where weights are found.
 
     Attributes:
@@ -49,7 +48,7 @@ class SteadyState:
     def before_a_pass(self) -> SteadyState:
         """Return what is found in the first pass: everything is where it lives."""
         sources = (Source.DISK,) * len(self.sources)
-        return replace(self, sources=sources, routed_source=Source.DISK, missed_share=1.0, is_first=True)
+        return self._replace(sources=sources, routed_source=Source.DISK, missed_share=1.0, is_first=True)
 
 
 def steady_state(schedule: BlockSchedule, free_bytes: int | None) -> SteadyState:

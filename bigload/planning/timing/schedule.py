@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -24,8 +23,7 @@ _EXPERT_MATRICES = 2
 """Gate and up projections, which transformers joins, and the one down."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedBlock:
+class TimedBlock(NamedTuple):
     """A block of the model, as large as the runtime streams it, or a module beside the blocks.
 
     Attributes:
@@ -84,8 +82,7 @@ class Visit(NamedTuple):
     is_head: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSchedule:
+class BlockSchedule(NamedTuple):
     """The blocks of a model under a plan.
 
     Attributes:
@@ -198,7 +195,7 @@ def _block(unit: Unit, plan: Plan, structure: ModelStructure, *, has_decoder: bo
     )
     found = [structure.experts[part.name][1] for part in unit.parts if part.name in structure.experts]
     routed = _with_experts(block, found, home)
-    return replace(routed, dense_bytes=block.dense_bytes - routed.routed_bytes)
+    return routed._replace(dense_bytes=block.dense_bytes - routed.routed_bytes)
 
 
 def _num_matrices(unit: Unit, structure: ModelStructure) -> int:
@@ -231,8 +228,7 @@ def _with_experts(block: TimedBlock, found: Sequence[RoutedExperts], home: Devic
     if not found:
         return block
     routed = sum(experts.num_bytes for experts in found)
-    return replace(
-        block,
+    return block._replace(
         num_layers=max(block.num_layers, len(found)),
         routed_bytes=routed,
         num_routed_matrices=sum((experts.num_experts or 0) * _EXPERT_MATRICES for experts in found),

@@ -7,7 +7,7 @@ what a map says of a module that has other keys inside holds for the blocks and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,8 +21,7 @@ DeviceMap = Mapping[str, DeviceLike]
 OFFLOADED = ("cpu", "disk")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMapBlock:
+class DeviceMapBlock(NamedTuple):
     """A part of a model that gets one hook, or one for each of its modules.
 
     Attributes:

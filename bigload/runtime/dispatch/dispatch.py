@@ -6,8 +6,8 @@ Names and signatures are those of `accelerate.big_modeling` 1.15.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -52,8 +52,7 @@ _USING_WEIGHTS_OF_CHILDREN = ("MultiheadAttention",)
 """Classes of torch whose forward takes weights of modules inside without calling these."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchOptions:
+class DispatchOptions(NamedTuple):
     """How a model is dispatched, whatever its device map; see `dispatch_model`.
 
     Attributes:
@@ -177,8 +176,7 @@ def _dispatch(
     return model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedDeviceMap:
+class ResolvedDeviceMap(NamedTuple):
     """Where each part of a model lives and runs.
 
     Attributes:

@@ -12,8 +12,8 @@ stays in the checkpoint is not loaded. So beside the module there are a batch an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -195,8 +195,7 @@ def load_matched(
     return on_disk
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlacementRules:
+class _PlacementRules(NamedTuple):
     """Which device and dtype each tensor gets."""
 
     model: nn.Module

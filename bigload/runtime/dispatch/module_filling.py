@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -26,8 +25,7 @@ _CPU = torch.device("cpu")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedTensor:
+class PlacedTensor(NamedTuple):
     """A stored tensor, its places in the module, and what becomes of it.
 
     Attributes:
@@ -77,7 +75,7 @@ def in_batches(
 
 def check_digests(source: CheckpointSource, placed: Sequence[PlacedTensor], parts: Sequence[str]) -> None:
     """Read what stays on disk once, for its digests."""
-    uncast = [replace(each, cast=None, stays=False) for each in placed]
+    uncast = [each._replace(cast=None, stays=False) for each in placed]
     for _ in in_batches(source, uncast):
         pass
     for part in parts:

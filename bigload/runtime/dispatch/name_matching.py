@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -52,8 +52,8 @@ def matched(
     """
     source = CheckpointSource.open(checkpoint).for_model(model)
     found = compare(model, source.unpacked, source.packed)
-    found = replace(
-        found, unexpected=(*found.unexpected, *source.view.unexpected), problems=tuple(source.view.problems)
+    found = found._replace(
+        unexpected=(*found.unexpected, *source.view.unexpected), problems=tuple(source.view.problems)
     )
     without_values = is_complete and any(tensor_named(model, name).is_meta for name in found.missing)
     packed_by = quantisation_of(source.checkpoint) if any(map(unpacks_weights, found.unexpected)) else None

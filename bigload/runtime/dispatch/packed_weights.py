@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,7 @@ LoadPlaced = Callable[[Mapping[str, torch.device]], Mapping[str, Tensor]]
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedParameter:
+class PackedParameter(NamedTuple):
     """A parameter of a model, and what a checkpoint has for it.
 
     Attributes:
@@ -59,7 +58,7 @@ def packed_view(model: nn.Module, checkpoint: Checkpoint) -> tuple[CheckpointVie
         return view_for(model, checkpoint), {}
     parts = {name for each in packed for name in (*each.parts, *each.descriptions)}
     rest = {name: tensor for name, tensor in checkpoint.stored.items() if name not in parts}
-    view = view_for(model, replace(CheckpointView.of(checkpoint), tensors=rest))
+    view = view_for(model, CheckpointView.of(checkpoint)._replace(tensors=rest))
     names = names_in_model(model, [each.name for each in packed]) if is_of_transformers(model) else {}
     renamed = {names.get(each.name, each.name): each for each in packed}
     stored: dict[str, StoredTensor] = {}
@@ -75,7 +74,7 @@ def packed_view(model: nn.Module, checkpoint: Checkpoint) -> tuple[CheckpointVie
     conversion = view.conversion
     if conversion is not None:
         conversion = replace(conversion, tensors={**conversion.tensors, **sources})
-    return replace(view, tensors={**view.tensors, **stored}, conversion=conversion), moved
+    return view._replace(tensors={**view.tensors, **stored}, conversion=conversion), moved
 
 
 def packed_parameters_of(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ from bigload.machine.huge_pages import allocate
 Signature = tuple[int, int, int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFile:
+class WeightFile(NamedTuple):
     """A file, and its inode, size and time when the weights were opened (`expected`; any, if `None`)."""
 
     path: Path
@@ -38,8 +37,7 @@ class WeightFile:
             raise changed(self.path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AssembledWeight:
+class AssembledWeight(NamedTuple):
     """A weight whose elements lie apart, in one file or several, and the dtype that it is wanted in.
 
     Attributes:

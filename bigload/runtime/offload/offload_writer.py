@@ -14,9 +14,8 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 import xxhash
@@ -304,8 +303,7 @@ def index_of(folder: Path) -> dict[str, Entry]:
     return read_dat_index(folder)  # type: ignore[return-value]  # entries are looked at when they are used
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WeightRecord:
+class _WeightRecord(NamedTuple):
     """What a weight was when it was written: its form, its digest, and the file that this is known of."""
 
     entry: Entry

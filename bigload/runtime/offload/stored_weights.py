@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -43,8 +43,7 @@ _MAX_MAPS = 16384
 """Files that stay mapped. The system allows a process 65530 maps (`vm.max_map_count`), others need some as well."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileWeight:
+class FileWeight(NamedTuple):
     """Where a weight is stored, and the dtype that it is wanted in.
 
     Attributes:

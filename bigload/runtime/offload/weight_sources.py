@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ from bigload.runtime.offload.assembled_weights import AssembledWeight
 from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryWeight:
+class MemoryWeight(NamedTuple):
     """A weight in memory: the value that a dict has for it, or the row `row` of that."""
 
     values: dict[str, torch.Tensor]
@@ -72,10 +71,10 @@ def row_of_source(source: WeightSource, index: int) -> WeightSource:
         row = row_of(source.tensor, index)
         if isinstance(source, FileWeight):
             assert isinstance(row, TensorInfo), "a row of one piece is one piece"
-            return replace(source, tensor=row, is_part=True)
+            return source._replace(tensor=row, is_part=True)
         if isinstance(row, AssembledTensor):
             files = {piece.tensor.span.file for piece in row.pieces}
-            return replace(source, tensor=row, stored_files={file: source.stored_files[file] for file in files})
+            return source._replace(tensor=row, stored_files={file: source.stored_files[file] for file in files})
         stored = source.stored_files[row.span.file]
         return FileWeight(
             path=stored.path,
@@ -87,7 +86,7 @@ def row_of_source(source: WeightSource, index: int) -> WeightSource:
         )
     if not 0 <= index < len(source.whole):
         raise ValueError(f"row {index} of a tensor of shape {list(source.whole.shape)}")
-    return replace(source, row=index)
+    return source._replace(row=index)
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
@@ -145,7 +144,7 @@ class RenamedWeights(Mapping[str, torch.Tensor]):
         source = source_of(self._weights, self._names[name]) if name in self._names else None
         if name not in self._dtypes:
             return source
-        return replace(source, dtype=self._dtypes[name]) if isinstance(source, StoredWeight) else None
+        return source._replace(dtype=self._dtypes[name]) if isinstance(source, StoredWeight) else None
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 _FORWARDS_KEPT = 1000
 _SPANS_KEPT = 20_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardStats:
+class ForwardStats(NamedTuple):
     """What happened in one forward of the model, and since the one before.
 
     Attributes:
@@ -40,8 +40,7 @@ class ForwardStats:
         return max(0.0, 1 - self.wait_seconds / self.fetch_seconds) if self.fetch_seconds else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceSpan:
+class TraceSpan(NamedTuple):
     """A span of time in the trace: a block that computes or waits, or is loaded.
 
     Attributes:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
@@ -77,8 +78,7 @@ class StreamOptions:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamingLimits:
+class StreamingLimits(NamedTuple):
     """Memory for streaming, in bytes on the device that runs the blocks.
 
     Attributes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -39,7 +38,7 @@ class SupplyFactory:
         for weight in weights:
             if is_in_place(weight, device):
                 if isinstance(weight.source, FileWeight):
-                    weight.source = replace(weight.source, files=self._files)
+                    weight.source = weight.source._replace(files=self._files)
                 in_place.append(weight)
             elif id(weight.placeholder) in tied:
                 shared.setdefault(id(weight.placeholder), []).append(weight)

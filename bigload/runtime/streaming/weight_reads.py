@@ -79,7 +79,7 @@ class WeightReads:
         )
         self._pinned = [schedule.slots[name] for name, weight in each if place != "cpu" and _is_pinned(weight.source)]
         apart = {_file(slot) for slot in self._pinned}
-        self.schedule = replace(schedule, jobs=tuple(job for job in schedule.jobs if job.file not in apart))
+        self.schedule = schedule._replace(jobs=tuple(job for job in schedule.jobs if job.file not in apart))
         self._ranges: dict[str, list[tuple[int, int]]] = {}
         for job in self.schedule.jobs:
             if job.file in self._files:

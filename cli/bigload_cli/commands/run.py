@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
@@ -224,7 +223,7 @@ def run(
         )
         session = Answering.of(checkpoint, made, wishes)
         expected = _expected(checkpoint, made, session) if stats or as_json or mode is _Mode.RANDOM else {}
-        report = replace(session.run(), **expected)
+        report = session.run()._replace(**expected)
     written = _write(session, trace, experts)
     if not on_stdout and (as_json or mode is _Mode.RANDOM):
         _show(report, checkpoint.name, as_json=as_json, quiet=quiet, color=color)

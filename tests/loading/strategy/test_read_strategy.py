@@ -1,7 +1,5 @@
 """Threads by what is read, and by how many processes of the host read at the same time."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -31,6 +29,6 @@ def test_processes_of_a_host_share_the_threads_at_its_disk(tmp_path, processes, 
     tensor = checkpoint.tensors["a"]
     share = HostShare(processes=processes, cores=1)
     for asked, expected in ((None, threads), (5, 5)):
-        chosen = replace(settings(threads=asked, method="direct", environ={}), share=share)
+        chosen = settings(threads=asked, method="direct", environ={})._replace(share=share)
         wanted = [RequestedTensor(tensor=tensor, dtype=tensor.dtype)]
         assert choose_strategy(checkpoint, wanted, chosen, None, Recorder(is_tracing=False)).threads == expected

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -344,7 +343,7 @@ def test_a_rank_reads_its_part_of_tensors_that_are_made_of_others(tmp_path, rank
 
 def test_what_cannot_be_made_of_a_checkpoint_is_refused_strict_or_not(folder):
     conversion = Conversion(tensors={}, problems=("experts.down_proj cannot be made",))
-    view = replace(CheckpointView.of(bigload.open_checkpoint(folder)), conversion=conversion)
+    view = CheckpointView.of(bigload.open_checkpoint(folder))._replace(conversion=conversion)
     with pytest.raises(StateDictMismatchError, match="down_proj cannot be made"):
         load_sharded(empty(), view, strict=False)
 
