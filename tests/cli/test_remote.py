@@ -128,18 +128,15 @@ WRONG = "hf_" + "w" * 34
 
 
 @pytest.mark.parametrize("token", ["right", "wrong", "none"])
-def test_what_is_gated_opens_with_the_token_which_nothing_that_is_written_has(hub, tmp_path, run_here, token):
+def test_what_is_gated_opens_with_the_token_which_nothing_that_is_written_has(hub, tmp_path, token):
     hub.repositories["org/tiny"].gated = True
     variables = {"right": {"HF_TOKEN": hub.token}, "wrong": {"HF_TOKEN": WRONG}, "none": {}}[token]
     expected = {"right": "", "wrong": "Invalid credentials", "none": "the repository is gated"}[token]
     hint = {"right": "", "wrong": "correct or unset HF_TOKEN", "none": "log in (hf auth login) or set HF_TOKEN"}[token]
     written = []
     for name, words in WORK.items() if token == "right" else [("plan", WORK["plan"]), ("fetch", WORK["fetch"])]:
-        if token == "right" and name in ("plan", "fetch", "reshard"):  # huggingface_hub reads HF_DEBUG at its import
-            answer, notes, (code, _) = run(hub, tmp_path, *words.split(), BIGLOAD_DEBUG="1", HF_DEBUG="1", **variables)
-        else:
-            answer, notes, code = run_here(words, BIGLOAD_DEBUG="1", **variables)
-        assert code == (2 if name == "verify" else 0 if token == "right" else 1), notes
+        answer, notes, end = run(hub, tmp_path, *words.split(), BIGLOAD_DEBUG="1", HF_DEBUG="1", **variables)
+        assert end[0] == (2 if name == "verify" else 0 if token == "right" else 1), notes
         assert (expected in notes, hint in notes) == (True, True)
         written += [answer, notes]
     if token == "right":  # interrupted, and refused from then on
