@@ -62,6 +62,9 @@ class OutputTensor(_TensorFields):
                 shape = (*shape[: part.dim], length, *shape[part.dim + 1 :])
         return super().__new__(cls, source, dtype, parts, shape, -(-prod(shape) * dtype.bits // 8))
 
+    def __reduce__(self) -> tuple[object, ...]:  # copies and pickles have the fields, not the arguments
+        return tuple.__new__, (OutputTensor, tuple(self))
+
     def of(self, source: Operand) -> OutputTensor:
         """Return the same parts of `source`, which has the same shape, in the same dtype."""
         return tuple.__new__(OutputTensor, (source, *self[1:]))
@@ -217,7 +220,7 @@ class Output:
     @cached_property
     def sources(self) -> Collection[Operand]:
         """What tensors are written of, each once: ranks have parts of the same."""
-        return {id(tensor.source): tensor.source for file in self.files for tensor in file.tensors}.values()
+        return tuple({id(tensor.source): tensor.source for file in self.files for tensor in file.tensors}.values())
 
     @property
     def num_bytes(self) -> int:

@@ -68,7 +68,7 @@ def root(tmp_path_factory):
     torch.manual_seed(0)
     for model, parts, changes in (
         ("plain", SHAPES, {}),
-        ("mixtral", SHAPES | FUSED, {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}),
+        ("mixtral", SHAPES | FUSED, {"model_type": "mixtral", "intermediate_size": 256}),
     ):
         of_layer = {part: shape for part, shape in parts.items() if model == "plain" or not part.startswith("mlp.")}
         shapes = {f"model.layers.{n}.{part}.weight": shape for n in range(2) for part, shape in of_layer.items()}
@@ -76,8 +76,9 @@ def root(tmp_path_factory):
         (folder / model).mkdir()
         tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
         safe.save_file(tensors, folder / model / "model.safetensors")
-        config = CONFIG | changes | ({} if model == "plain" else {"num_local_experts": 2, "num_experts_per_tok": 2})
-        (folder / model / "config.json").write_text(json.dumps(config))
+        if model == "mixtral":
+            changes |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 2}
+        (folder / model / "config.json").write_text(json.dumps(CONFIG | changes))
         bigload.write_manifest(folder / model)
     bigload.reshard(folder / "plain", folder / "quantised", transforms=[Quantize("fp8-block")])
     (folder / "adapter").mkdir()
