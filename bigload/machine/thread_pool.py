@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 MAX_DEFAULT_THREADS = 4
@@ -43,7 +43,9 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int) 
         for worker in workers:
             worker.start()
         while state.num_ended < threads and state.error is None:
-            state.ended.get()
+            # A signal right before CPython begins to wait is handled after the wait, so Ctrl-C would wait for all jobs.
+            with suppress(Empty):
+                state.ended.get(timeout=1)
     finally:
         state.stop()
         state.wait_for_work()
