@@ -10,15 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
-from bigload.checkpoint.folder_files import (
-    advice_for,
-    are_whole,
-    files_of_first_form,
-    main_file,
-    main_file_of_library,
-    one_to_name,
-    why_none,
-)
 from bigload.checkpoint.formats.dcp_safetensors import joined_parts, part_files
 from bigload.checkpoint.formats.gguf.splits import split_files, split_problems
 from bigload.checkpoint.formats.registry import DCP, FORMATS, main_files, weight_suffixes
@@ -58,6 +49,15 @@ from bigload.checkpoint.shard_headers import (
     stored_twice,
 )
 from bigload.checkpoint.sources.listings import is_there, listed
+from bigload.checkpoint.weight_files import (
+    advice_for,
+    are_whole,
+    files_of_first_form,
+    main_file,
+    main_file_of_library,
+    one_to_name,
+    why_none,
+)
 from bigload.documents import MAX_CONFIG_BYTES, parse_json
 from bigload.errors import (
     CheckpointError,

@@ -1,4 +1,4 @@
-"""What Gemma 4 has besides other models: heads of other sizes and numbers in layers without a window.
+"""Parts of Gemma 4 that other models have not: heads of other sizes and numbers in layers without a window.
 
 Its config.json has these by layer (`per_layer_config`) or once (`global_head_dim`); llama.cpp has them under the keys
 without `_swa`. Their rotary embeddings leave most dimensions as they are: factors divide these frequencies by 1e30.

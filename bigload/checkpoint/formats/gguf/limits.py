@@ -1,4 +1,4 @@
-"""What llama.cpp cannot load, or would compute otherwise than transformers: models of it are refused."""
+"""Limits of llama.cpp: models that it cannot load, or would compute otherwise than transformers, are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of a folder are its checkpoint, as the libraries that wrote it choose; if none, why."""
+"""Choice of the files of a folder that are its checkpoint, as the libraries that wrote it choose; if none, why."""
 
 from __future__ import annotations
 
