@@ -86,7 +86,8 @@ check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/coverage report
 
 bench: $(NIGHTLY_STAMP)  ## Hold every promise of speed against its goal: make bench -- --quick
-	$(NIGHTLY)/bin/python benchmarks/bench.py --json bench.json --markdown bench.md $(BENCH_OPTIONS)
+	@mkdir -p bench
+	$(NIGHTLY)/bin/python benchmarks/bench.py --json bench/bench.json --markdown bench/bench.md $(BENCH_OPTIONS)
 
 bench-planner: $(STAMP)  ## Compare plans with those of accelerate and transformers: make bench-planner CATALOGUES=folder
 	$(BIN)/python benchmarks/bench_planner.py "$(CATALOGUES)"
@@ -128,4 +129,4 @@ pictures: $(NIGHTLY_STAMP)  ## Make the pictures of README and docs anew, by run
 	$(NIGHTLY)/bin/python docs/pictures.py
 
 clean:  ## Remove the environment and everything generated.
-	rm -rf .venv .matrix .venv-docs .venv-release site demo dist .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .matrix .venv-docs .venv-release site demo dist bench .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
