@@ -55,7 +55,7 @@ test: $(STAMP)  ## Run the default tests, in two processes (WORKERS=1: in one).
 nightly: $(STAMP) $(NIGHTLY_STAMP)  ## Run everything: slow tests, peers, kills, accelerate's suite; two hours or so.
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -q -m "slow or not slow"
 	HYPOTHESIS_PROFILE=nightly $(NIGHTLY)/bin/pytest -q -m "slow or not slow"
-	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
+	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/resharding/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
 	$(NIGHTLY)/bin/python fixtures/accelerate_suite.py
 	BIGLOAD_SIMULATED=1 $(NIGHTLY)/bin/python fixtures/accelerate_suite.py
 	$(MAKE) vllm
@@ -73,7 +73,7 @@ matrix:  ## Run the essential tests under every Python and torch at hand (PYTHON
 	PYTHONS="$(PYTHONS)" TORCHES="$(TORCHES)" .ci/matrix
 
 crash: $(STAMP)  ## Kill reshards, or refuse them the disk, at some hundreds of moments, and go on with them.
-	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
+	BIGLOAD_DEATHS=400 $(BIN)/pytest -q -m "slow or not slow" tests/layouts/resharding/test_reshard_crash.py tests/layouts/fetching/test_fetch_killed.py
 
 check: $(STAMP)  ## Format, lint, types, import layers, tests with coverage.
 	$(BIN)/ruff format --check .

@@ -82,11 +82,11 @@ from bigload.layouts.differences import TensorDifference as TensorDifference
 from bigload.layouts.differences import diff as diff
 from bigload.layouts.fetching.fetch import FetchReport as FetchReport
 from bigload.layouts.fetching.fetch import fetch as fetch
+from bigload.layouts.formats.offload_reader import OffloadFolder as OffloadFolder
 from bigload.layouts.kinds.rank_slices import RanksFolder as RanksFolder
 from bigload.layouts.kinds.rank_slices import read_ranks as read_ranks
-from bigload.layouts.offload_reader import OffloadFolder as OffloadFolder
-from bigload.layouts.reshard import ReshardReport as ReshardReport
-from bigload.layouts.reshard import reshard as reshard
+from bigload.layouts.resharding.reshard import ReshardReport as ReshardReport
+from bigload.layouts.resharding.reshard import reshard as reshard
 from bigload.layouts.transforms.dequantize import Dequantize as Dequantize
 from bigload.layouts.transforms.lora import MergeLora as MergeLora
 from bigload.layouts.transforms.quantize import Quantize as Quantize

@@ -16,7 +16,7 @@ from bigload_cli.failures import ANSWER_IS_NO, FAILED, INTERRUPTED, NOTHING_IS_L
 from bigload_cli.output import say
 
 if TYPE_CHECKING:
-    from bigload.layouts.preparation import PreparedReshard
+    from bigload.layouts.resharding.preparation import PreparedReshard
 
 
 def say_lack_of_space(prepared: PreparedReshard) -> None:

@@ -17,7 +17,7 @@ MODULES = [
     "bigload",
     "bigload.machine.page_cache",
     "bigload.checkpoint.source",
-    "bigload.layouts.reshard",
+    "bigload.layouts.resharding.reshard",
     "bigload.layouts.verification.verify",
     "bigload.loading.engine",
     "bigload.loading.load",

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.layouts.choices import OffloadFormat
-from bigload.layouts.dat_format import has_dat_form
-from bigload.layouts.offload_reader import OffloadFolder
-from bigload.layouts.reshard import reshard
+from bigload.layouts.formats.dat import has_dat_form
+from bigload.layouts.formats.offload_reader import OffloadFolder
+from bigload.layouts.resharding.reshard import reshard
 from bigload.planning.planner import plan
 from builders import laid_out, write_output, write_shard
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 import bigload
 from bigload.conversion.conversion import as_stored
 from bigload.conversion.transformers_models import conversion_for
-from bigload.layouts.names import CONVERSION_FILE
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding.names import CONVERSION_FILE
+from bigload.layouts.resharding.reshard import reshard
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

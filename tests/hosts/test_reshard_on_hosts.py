@@ -9,7 +9,7 @@ import pytest
 from host_ranks import SILENCE_SECONDS, ends, launched, rank_command, torchrun
 
 from bigload.distributed.process_group import SingleProcess
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding.reshard import reshard
 from bigload.loading.progress import Tally
 from builders import contents, make_checkpoint
 

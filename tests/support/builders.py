@@ -26,10 +26,10 @@ from bigload.checkpoint.manifest import FileRecord
 from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import BigloadError
-from bigload.layouts.layout import TENSOR_ALIGNMENT, LayoutRequest
+from bigload.layouts.kinds.layout import TENSOR_ALIGNMENT, LayoutRequest
+from bigload.layouts.kinds.registry import layout_named
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputTensor
-from bigload.layouts.registry import layout_named
 from bigload.loading.slices import rows_of
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.model.units import Part, Unit, UnitKind

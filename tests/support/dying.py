@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigload.errors import BigloadError
-from bigload.layouts import rank_share
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding import rank_share
+from bigload.layouts.resharding.reshard import reshard
 from bigload.layouts.writing import files_in_progress as files_module
 from bigload.layouts.writing import output_file_writer as sink_module
 from bigload.layouts.writing import writer as writer_module

@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 import bigload
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding.reshard import reshard
 from bigload.layouts.writing import staging
 from builders import contents
 from thread_process_groups import outcomes
 
 _PROGRAM = """
 import os, sys, time
-from bigload.layouts import rank_share
+from bigload.layouts.resharding import rank_share
 from bigload_cli import app
 
 class SlowTally(rank_share.Tally):

@@ -20,13 +20,13 @@ from bigload.errors import OptionError, UnsupportedFormatError
 from bigload.layouts.choices import Verify
 from bigload.layouts.fetching.options import DEFAULT_MAX_INFLIGHT, FetchOptions
 from bigload.layouts.fetching.parts import byte_ranges, fetched_output
-from bigload.layouts.folder_files import folder_files
+from bigload.layouts.model_files.folder_files import folder_files
+from bigload.layouts.model_files.other_weights import LeftOut
 from bigload.layouts.options import ReshardOptions, parse_bytes
-from bigload.layouts.other_weights import LeftOut
 from bigload.layouts.output import Output
-from bigload.layouts.preparation import PreparedReshard, check_apart, output_folder, prepare_output
-from bigload.layouts.reshard import run_reshard
-from bigload.layouts.selection import open_source
+from bigload.layouts.resharding.preparation import PreparedReshard, check_apart, output_folder, prepare_output
+from bigload.layouts.resharding.reshard import run_reshard
+from bigload.layouts.resharding.selection import open_source
 from bigload.loading.checks import warn_of_whole_files
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.planning.plan import Plan

@@ -17,12 +17,12 @@ from bigload.checkpoint.pipeline import refuse_pipeline
 from bigload.devices import Device
 from bigload.errors import OptionError
 from bigload.layouts.fetching.options import FetchOptions
-from bigload.layouts.folder_files import FolderFiles
+from bigload.layouts.kinds.layout import LayoutRequest, aligned, base_name, index_of
 from bigload.layouts.kinds.rank_slices import rank_folder
-from bigload.layouts.layout import LayoutRequest, aligned, base_name, index_of
+from bigload.layouts.model_files.folder_files import FolderFiles
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
-from bigload.layouts.selection import lay_out
+from bigload.layouts.resharding.selection import lay_out
 from bigload.loading.schedule import MAX_GAP_BYTES, gathers
 from bigload.loading.slices import rows_of
 from bigload.planning.plan import Plan

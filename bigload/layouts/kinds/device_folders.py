@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.devices import Device
-from bigload.layouts.layout import LayoutRequest, OutputLayout, base_name, index_of, numbered, split
+from bigload.layouts.kinds.layout import LayoutRequest, OutputLayout, base_name, index_of, numbered, split
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.planning.plan import Plan, recount
 from bigload.planning.plan_file import PLAN_FILE, plan_to_json

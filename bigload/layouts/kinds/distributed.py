@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bigload.errors import OptionError
-from bigload.layouts.dcp_format import PlacedItem, item_of, metadata_of
-from bigload.layouts.layout import LayoutRequest, OutputLayout, split
+from bigload.layouts.formats.dcp import PlacedItem, item_of, metadata_of
+from bigload.layouts.kinds.layout import LayoutRequest, OutputLayout, split
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.plain_text import printable
 from bigload.planning.plan import Plan

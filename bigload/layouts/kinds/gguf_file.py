@@ -34,7 +34,7 @@ from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
 from bigload.conversion.gguf_rules import to_gguf
 from bigload.dtypes import DTYPES, STORED_DTYPES, DType
 from bigload.errors import OptionError
-from bigload.layouts.layout import LayoutRequest, OutputLayout
+from bigload.layouts.kinds.layout import LayoutRequest, OutputLayout
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.layouts.transforms.gguf_values import check_decoded
 from bigload.planning.plan import Plan

@@ -30,9 +30,9 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.devices import DISK
 from bigload.errors import OptionError
 from bigload.layouts.choices import OffloadFormat
-from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, EMPTY, entry_of, has_dat_form, index_text, name_problem
+from bigload.layouts.formats.dat import DAT_INDEX, DAT_SUFFIX, EMPTY, entry_of, has_dat_form, index_text, name_problem
 from bigload.layouts.kinds.aliases import absent_names, names_of_one
-from bigload.layouts.layout import LayoutRequest, OutputLayout, aligned, index_of, split, with_aliases
+from bigload.layouts.kinds.layout import LayoutRequest, OutputLayout, aligned, index_of, split, with_aliases
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.planning.model.module_tree import build_tree
 from bigload.planning.model.units import cut_into_units

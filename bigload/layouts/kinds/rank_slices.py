@@ -26,7 +26,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.documents import DocumentError, check_schema, parse_json, read_file
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
-from bigload.layouts.layout import LayoutRequest, OutputLayout, base_name, index_of, one_or_numbered, split
+from bigload.layouts.kinds.layout import LayoutRequest, OutputLayout, base_name, index_of, one_or_numbered, split
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.loading.slices import Slice

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from bigload.checkpoint.pipeline import components_of, in_pipeline, is_in_one_file
 from bigload.layouts.kinds.aliases import tied_by_config
-from bigload.layouts.layout import (
+from bigload.layouts.kinds.layout import (
     LayoutRequest,
     OutputLayout,
     base_name,

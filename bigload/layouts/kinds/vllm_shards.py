@@ -30,7 +30,7 @@ from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.strided_pieces import PiecedTensor, concatenated, sliced, unsqueezed
 from bigload.dtypes import DTYPES
 from bigload.errors import OptionError, PartitionError
-from bigload.layouts.layout import LayoutRequest, OutputLayout, aligned, split
+from bigload.layouts.kinds.layout import LayoutRequest, OutputLayout, aligned, split
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.planning.plan import Plan
 from bigload.planning.tensor_parallel.division import Division

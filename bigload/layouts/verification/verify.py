@@ -34,7 +34,7 @@ from bigload.errors import (
     Problem,
     ReadError,
 )
-from bigload.layouts.dat_format import DAT_SUFFIX
+from bigload.layouts.formats.dat import DAT_SUFFIX
 from bigload.layouts.verification.digests import FileDigest, ranges_of
 from bigload.layouts.verification.stored_pieces import OpenPieces, digest_file, readers_of
 from bigload.loading.progress import OnProgress, Tally, ignore_progress

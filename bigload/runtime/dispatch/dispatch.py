@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bigload.errors import OptionError
-from bigload.layouts.dat_format import Entry
+from bigload.layouts.formats.dat import Entry
 from bigload.runtime.device_map.blocks import (
     OFFLOADED,
     DeviceMap,

@@ -1,6 +1,6 @@
 """Functions of `accelerate.utils.offload` 1.15, with its names, signatures and semantics.
 
-A folder has a `.dat` file per tensor and an `index.json`; `layouts/dat_format.py` describes the format, and
+A folder has a `.dat` file per tensor and an `index.json`; `layouts/formats/dat.py` describes the format, and
 `offload_writer.py` what is written beside it and in which order.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bigload.errors import OptionError
-from bigload.layouts.dat_format import Entry
+from bigload.layouts.formats.dat import Entry
 from bigload.loading.tensors import torch_dtype
 from bigload.machine.huge_pages import allocate
 from bigload.runtime.modules.module_names import prefixes

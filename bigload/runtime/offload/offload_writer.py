@@ -23,7 +23,7 @@ import xxhash
 from bigload.checkpoint.byte_source import OpenFile, PositionalReader
 from bigload.documents import staged_file
 from bigload.errors import AbsentWeightError, InvalidCheckpointError, OptionError, Problem, ReadError, WriteError
-from bigload.layouts.dat_format import (
+from bigload.layouts.formats.dat import (
     DAT_DTYPES,
     DAT_INDEX,
     DAT_SUFFIX,
@@ -36,7 +36,7 @@ from bigload.layouts.dat_format import (
     index_text,
     name_problem,
 )
-from bigload.layouts.offload_reader import IndexReading, read_dat_index
+from bigload.layouts.formats.offload_reader import IndexReading, read_dat_index
 from bigload.loading.checks import signature
 from bigload.loading.tensors import bytes_of
 from bigload.runtime.modules.module_tensors import data_address

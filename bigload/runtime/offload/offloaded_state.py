@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from bigload.errors import InvalidCheckpointError
-from bigload.layouts.dat_format import DAT_SUFFIX, Entry
-from bigload.layouts.offload_reader import IndexReading
+from bigload.layouts.formats.dat import DAT_SUFFIX, Entry
+from bigload.layouts.formats.offload_reader import IndexReading
 from bigload.runtime.modules.module_tensors import (
     DeviceLike,
     align_module_device,

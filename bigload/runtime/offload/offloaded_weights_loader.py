@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem, ReadError
-from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, Entry
-from bigload.layouts.offload_reader import FileHeader, IndexReading
+from bigload.layouts.formats.dat import DAT_INDEX, DAT_SUFFIX, Entry
+from bigload.layouts.formats.offload_reader import FileHeader, IndexReading
 from bigload.loading.checks import signature
 from bigload.loading.schedule import RequestedTensor
 from bigload.loading.tensors import check_dtypes, torch_dtype

@@ -27,9 +27,9 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.dtypes import DType
 from bigload.errors import ReadError, UnknownTensorError
-from bigload.layouts.dat_format import DAT_INDEX
+from bigload.layouts.formats.dat import DAT_INDEX
+from bigload.layouts.formats.offload_reader import OffloadFolder, aliases_in
 from bigload.layouts.kinds.aliases import absent_names
-from bigload.layouts.offload_reader import OffloadFolder, aliases_in
 from bigload.loading.checks import check_unchanged, signature
 from bigload.loading.readers.mapped import MappedFile, advise_huge_pages, populate_pages
 from bigload.loading.schedule import RequestedTensor

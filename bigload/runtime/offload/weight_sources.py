@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
-from bigload.layouts.dat_format import Entry, entry_of
+from bigload.layouts.formats.dat import Entry, entry_of
 from bigload.loading.rows import row_of
 from bigload.runtime.offload.assembled_weights import AssembledWeight
 from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles

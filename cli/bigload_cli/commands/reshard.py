@@ -9,7 +9,7 @@ import typer
 
 from bigload.errors import OptionError
 from bigload.layouts.choices import VLLM_VERSION, OffloadFormat, Verify
-from bigload.layouts.registry import LAYOUTS
+from bigload.layouts.kinds.registry import LAYOUTS
 from bigload.planning.choices import NameScheme
 from bigload_cli.failures import named_as_options
 from bigload_cli.options import (
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bigload.distributed.process_group import ProcessGroup
-    from bigload.layouts.preparation import PreparedReshard
-    from bigload.layouts.reshard import ReshardReport
+    from bigload.layouts.resharding.preparation import PreparedReshard
+    from bigload.layouts.resharding.reshard import ReshardReport
     from bigload.layouts.transforms.transform import Transform
     from bigload.loading.progress import OnProgress
 
@@ -219,7 +219,7 @@ def reshard(
     from bigload.distributed.process_group import run_on_all_ranks
     from bigload.layouts.dtype_rules import dtype_rule
     from bigload.layouts.options import DEFAULT_MAX_INFLIGHT, ReshardOptions
-    from bigload.layouts.preparation import prepare_reshard
+    from bigload.layouts.resharding.preparation import prepare_reshard
     from bigload.layouts.transforms.dequantize import Dequantize
     from bigload.layouts.transforms.lora import MergeLora
     from bigload.layouts.transforms.quantize import Quantize
@@ -311,7 +311,7 @@ def _announce(prepared: PreparedReshard, *, dry_run: bool, color: ColorMode) -> 
 
 
 def _run(prepared: PreparedReshard, on_progress: OnProgress, team: ProcessGroup) -> ReshardReport:
-    from bigload.layouts.reshard import run_reshard
+    from bigload.layouts.resharding.reshard import run_reshard
 
     with interruptible(prepared, how="run the same command with --resume to go on"):
         return run_reshard(prepared, on_progress=on_progress, team=team)

@@ -9,9 +9,9 @@ from pathlib import Path
 from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.errors import abridged
 from bigload.layouts.choices import OffloadFormat, Verify
-from bigload.layouts.preparation import PreparedReshard
-from bigload.layouts.registry import LAYOUTS, layout_named
-from bigload.layouts.reshard import ReshardReport
+from bigload.layouts.kinds.registry import LAYOUTS, layout_named
+from bigload.layouts.resharding.preparation import PreparedReshard
+from bigload.layouts.resharding.reshard import ReshardReport
 from bigload.layouts.writing.journal import read_progress
 from bigload.layouts.writing.staging import leftover, staging_folder
 from bigload.plain_text import PlainTable, printable

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.manifest import DIGEST, MANIFEST_FILE
-from bigload.layouts.preparation import PreparedReshard
-from bigload.layouts.reshard import ReshardReport
-from bigload.layouts.selection import recorded_options
+from bigload.layouts.resharding.preparation import PreparedReshard
+from bigload.layouts.resharding.reshard import ReshardReport
+from bigload.layouts.resharding.selection import recorded_options
 from bigload.layouts.verification.verify import FileProblem, VerifyReport
 
 

@@ -26,9 +26,9 @@ from bigload.errors import (
     StateDictMismatchError,
     WriteError,
 )
-from bigload.layouts import preparation
 from bigload.layouts.fetching.fetch import prepare_fetch
 from bigload.layouts.fetching.options import FetchOptions
+from bigload.layouts.resharding import preparation
 from bigload.machine.cache_folder import cache_folder
 from builders import contents
 

@@ -13,8 +13,8 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, OptionError
 from bigload.layouts.choices import OffloadFormat
-from bigload.layouts.dat_format import has_dat_form
-from bigload.layouts.offload_reader import OffloadFolder
+from bigload.layouts.formats.dat import has_dat_form
+from bigload.layouts.formats.offload_reader import OffloadFolder
 from bigload.planning.planner import plan
 from builders import (
     checkpoint_of,

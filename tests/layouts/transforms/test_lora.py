@@ -218,7 +218,7 @@ def test_another_adapter_is_another_run(base, tmp_path):
     """A run that was stopped is not resumed with an adapter that changed meanwhile."""
     adapter = _adapter(tmp_path / "a", _matrices("model.q_proj"))
     from bigload.layouts.options import ReshardOptions
-    from bigload.layouts.preparation import prepare_reshard
+    from bigload.layouts.resharding.preparation import prepare_reshard
 
     def recipe(scale):
         options = ReshardOptions(transforms=(MergeLora(adapter, scale),))

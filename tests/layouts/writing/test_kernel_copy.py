@@ -17,8 +17,8 @@ from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import DATA_ALIGNMENT, OutputFile, OutputTensor
-from bigload.layouts.preparation import prepare_reshard
-from bigload.layouts.reshard import reshard, run_reshard
+from bigload.layouts.resharding.preparation import prepare_reshard
+from bigload.layouts.resharding.reshard import reshard, run_reshard
 from bigload.layouts.writing import kernel_copy as in_kernel_module
 from bigload.layouts.writing.kernel_copy import KernelCopy, copy_in_kernel, data_offset, kernel_copy
 from bigload.layouts.writing.windows import DataRanges

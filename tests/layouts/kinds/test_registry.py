@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 
 import bigload
 from bigload.errors import OptionError
-from bigload.layouts.layout import OutputLayout, aligned
+from bigload.layouts.kinds.layout import OutputLayout, aligned
+from bigload.layouts.kinds.registry import LAYOUTS, RegisteredLayout
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
-from bigload.layouts.preparation import prepare_reshard
-from bigload.layouts.registry import LAYOUTS, RegisteredLayout
-from bigload.layouts.reshard import run_reshard
+from bigload.layouts.resharding.preparation import prepare_reshard
+from bigload.layouts.resharding.reshard import run_reshard
 from bigload_cli.views import reshard as view
 from builders import make_checkpoint
 

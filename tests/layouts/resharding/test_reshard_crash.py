@@ -18,7 +18,7 @@ import pytest
 
 import bigload
 from bigload.errors import OutputExistsError, WriteError
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding.reshard import reshard
 from bigload.layouts.writing import files_in_progress as files_module
 from bigload.layouts.writing import writer as writer_module
 from bigload.planning.plan_file import write_plan

@@ -19,7 +19,6 @@ from bigload.dtypes import DType
 from bigload.errors import WriteError
 from bigload.layouts.choices import VLLM_VERSION, OffloadFormat, Verify
 from bigload.layouts.dtype_rules import dtype_rule
-from bigload.layouts.execution import ReshardRun
 from bigload.layouts.options import (
     DEFAULT_MAX_INFLIGHT,
     DEFAULT_MAX_SHARD_BYTES,
@@ -28,7 +27,8 @@ from bigload.layouts.options import (
     parse_choice,
 )
 from bigload.layouts.output import Output
-from bigload.layouts.preparation import PreparedReshard, add_room, prepare_reshard
+from bigload.layouts.resharding.execution import ReshardRun
+from bigload.layouts.resharding.preparation import PreparedReshard, add_room, prepare_reshard
 from bigload.layouts.transforms.transform import Transform
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.planning.choices import NameScheme

@@ -12,8 +12,8 @@ import pytest
 import bigload
 from bigload.distributed.process_group import SingleProcess
 from bigload.errors import BigloadError, OutputExistsError, RankError, ReadError, WriteError
-from bigload.layouts import execution, rank_share
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding import execution, rank_share
+from bigload.layouts.resharding.reshard import reshard
 from bigload.layouts.writing import staging as staging_module
 from bigload.layouts.writing.journal import journal_name
 from builders import contents, make_checkpoint

@@ -5,9 +5,9 @@ import pytest
 from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import InvalidCheckpointError
-from bigload.layouts import folder_files as files_module
-from bigload.layouts.folder_files import folder_files
-from bigload.layouts.other_weights import LeftOut
+from bigload.layouts.model_files import folder_files as files_module
+from bigload.layouts.model_files.folder_files import folder_files
+from bigload.layouts.model_files.other_weights import LeftOut
 from builders import make_checkpoint
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

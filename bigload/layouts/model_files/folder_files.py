@@ -21,7 +21,7 @@ from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.pipeline import components_of, has_modules, in_pipeline
 from bigload.errors import InvalidCheckpointError, Problem, ReadError
-from bigload.layouts.other_weights import FOREIGN_SUFFIXES, MAX_CARRIED_BYTES, LeftOut
+from bigload.layouts.model_files.other_weights import FOREIGN_SUFFIXES, MAX_CARRIED_BYTES, LeftOut
 from bigload.layouts.writing.journal import PREFIX
 from bigload.units import counted, format_size
 

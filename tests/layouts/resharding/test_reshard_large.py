@@ -15,8 +15,8 @@ import bigload
 import make as fixtures
 from bigload.checkpoint.manifest import read_manifest
 from bigload.layouts.options import ReshardOptions
-from bigload.layouts.preparation import prepare_reshard
-from bigload.layouts.reshard import reshard, run_reshard
+from bigload.layouts.resharding.preparation import prepare_reshard
+from bigload.layouts.resharding.reshard import reshard, run_reshard
 from bigload.layouts.writing import files_in_progress as files_module
 from bigload.planning.plan_file import write_plan
 from builders import digest_of, make_checkpoint, stored_tensors
@@ -26,7 +26,7 @@ MIB = 1 << 20
 RESHARD = """
 import json, sys
 from bigload.machine.process_memory import peak_bytes  # VmHWM: ru_maxrss is inherited from the starter
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding.reshard import reshard
 
 report = reshard(sys.argv[1], sys.argv[2])
 modules = [name for name in ("torch", "numpy", "safetensors", "rich") if name in sys.modules]
@@ -90,7 +90,7 @@ def test_space_is_asked_for_what_is_stored_only(resharded, tmp_path):
 COUNTED = """
 import json, os, sys, threading
 from bigload.machine.process_memory import peak_bytes
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding.reshard import reshard
 
 before, descriptors, threads = peak_bytes(), [], []
 

@@ -11,10 +11,10 @@ from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
 from bigload.layouts.dtype_rules import Kept
-from bigload.layouts.layout import LayoutRequest, OutputLayout
+from bigload.layouts.kinds.layout import LayoutRequest, OutputLayout
+from bigload.layouts.kinds.registry import LAYOUTS, layout_named
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output
-from bigload.layouts.registry import LAYOUTS, layout_named
 from bigload.planning.model_parallel.parallel_plan import ParallelPlan
 from bigload.planning.model_parallel.parallel_plan_file import (
     is_parallel_plan,

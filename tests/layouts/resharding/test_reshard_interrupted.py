@@ -11,14 +11,14 @@ import pytest
 
 import bigload
 from bigload.errors import OutputExistsError
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding.reshard import reshard
 from bigload.planning.plan_file import write_plan
 from builders import contents, make_checkpoint, stored_tensors
 
 RESHARD = """
 import os, sys
 from bigload.layouts.writing import files_in_progress, writer
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding.reshard import reshard
 
 plan, out, threads, resume, force, answers = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 writer.WINDOW_BYTES, files_in_progress.NOTE_EVERY_BYTES = 1 << 20, 4 << 20  # more to tell, more places to be killed at

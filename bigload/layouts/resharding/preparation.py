@@ -21,15 +21,15 @@ from bigload.checkpoint.pipeline import refuse_pipeline
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, stored_in
 from bigload.errors import NotEnoughSpaceError, OptionError, OutputExistsError, WriteError
 from bigload.extras import require
-from bigload.layouts.deltas import as_delta, left_to_base
 from bigload.layouts.dtype_rules import config_with_dtype
-from bigload.layouts.layout import LayoutRequest
-from bigload.layouts.names import CONVERSION_FILE, named_tensors
+from bigload.layouts.kinds.layout import LayoutRequest
+from bigload.layouts.model_files.side_files import CONFIG_FILE, SideFile, files_beside, is_single_file
 from bigload.layouts.options import DEFAULTS, REMOTE_THREADS, ReshardOptions
 from bigload.layouts.output import Output
-from bigload.layouts.scale_checks import check_scales
-from bigload.layouts.selection import lay_out, open_source, ranks_of_plan, recorded_options
-from bigload.layouts.side_files import CONFIG_FILE, SideFile, files_beside, is_single_file
+from bigload.layouts.resharding.deltas import as_delta, left_to_base
+from bigload.layouts.resharding.names import CONVERSION_FILE, named_tensors
+from bigload.layouts.resharding.scale_checks import check_scales
+from bigload.layouts.resharding.selection import lay_out, open_source, ranks_of_plan, recorded_options
 from bigload.layouts.tensors_to_write import TensorsToWrite
 from bigload.layouts.transforms.gguf_values import DecodeGguf
 from bigload.layouts.transforms.quantize import Quantize

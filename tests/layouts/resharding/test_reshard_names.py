@@ -17,12 +17,12 @@ from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.inverse import inverse_of
 from bigload.dtypes import DTYPES
 from bigload.errors import NamesUnknownError, OptionError
-from bigload.layouts import names
-from bigload.layouts.names import CONVERSION_FILE
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import OutputTensor
-from bigload.layouts.preparation import prepare_reshard
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding import names
+from bigload.layouts.resharding.names import CONVERSION_FILE
+from bigload.layouts.resharding.preparation import prepare_reshard
+from bigload.layouts.resharding.reshard import reshard
 from bigload.layouts.writing import writer
 from bigload.layouts.writing.window_reader import Portion, jobs_for
 from bigload.planning.choices import NameScheme

@@ -25,11 +25,11 @@ from bigload.errors import (
     StalePlanError,
     WriteError,
 )
-from bigload.layouts import execution, rank_share
 from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.options import ReshardOptions
-from bigload.layouts.preparation import prepare_reshard
-from bigload.layouts.reshard import reshard, run_reshard
+from bigload.layouts.resharding import execution, rank_share
+from bigload.layouts.resharding.preparation import prepare_reshard
+from bigload.layouts.resharding.reshard import reshard, run_reshard
 from bigload.layouts.writing.output_file_writer import OutputFileWriter
 from bigload.layouts.writing.small_files import write_file
 from bigload.loading.settings import MAX_THREADS
@@ -820,7 +820,7 @@ def limited_reshard(plan_file, out):
     program = (
         "import resource, signal, sys\n"
         "from bigload.errors import WriteError\n"
-        "from bigload.layouts.reshard import reshard\n"
+        "from bigload.layouts.resharding.reshard import reshard\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n"

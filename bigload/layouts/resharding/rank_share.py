@@ -15,7 +15,7 @@ from bigload.checkpoint.manifest import FileRecord
 from bigload.errors import ReadError
 from bigload.layouts.choices import Verify
 from bigload.layouts.output import OutputFile
-from bigload.layouts.preparation import PreparedReshard
+from bigload.layouts.resharding.preparation import PreparedReshard
 from bigload.layouts.writing.output_file_writer import direct_write_alignment
 from bigload.layouts.writing.read_sizes import bytes_to_read
 from bigload.layouts.writing.resume_check import ReusableFile, recheck

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bigload.dtypes import DTYPES
-from bigload.layouts.scale_checks import all_finite
+from bigload.layouts.resharding.scale_checks import all_finite
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

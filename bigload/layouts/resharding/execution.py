@@ -18,9 +18,9 @@ from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, Man
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.errors import RankError, ReadError, WriteError
 from bigload.layouts.choices import Verify
-from bigload.layouts.preparation import PreparedReshard
-from bigload.layouts.rank_share import PartOnDisk, ProcessResult, RankShare
-from bigload.layouts.side_files import SideFile
+from bigload.layouts.model_files.side_files import SideFile
+from bigload.layouts.resharding.preparation import PreparedReshard
+from bigload.layouts.resharding.rank_share import PartOnDisk, ProcessResult, RankShare
 from bigload.layouts.writing.kernel_copy import KernelCopy
 from bigload.layouts.writing.shares import shares_of
 from bigload.layouts.writing.small_files import check_file, write_file

@@ -8,8 +8,8 @@ import bigload
 from bigload.checkpoint.index import encode_index
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import StalePlanError
-from bigload.layouts.preparation import prepare_reshard
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding.preparation import prepare_reshard
+from bigload.layouts.resharding.reshard import reshard
 from bigload.planning.plan_file import write_plan
 
 BUDGET = {"cuda:0": 12_000, "cpu": 16_000}

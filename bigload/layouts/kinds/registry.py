@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from bigload.errors import OptionError
 
 if TYPE_CHECKING:
-    from bigload.layouts.layout import OutputLayout
+    from bigload.layouts.kinds.layout import OutputLayout
 
 
 class RegisteredLayout(NamedTuple):

@@ -92,7 +92,7 @@ def test_a_delta_is_written_whole_again(delta, tuned, tmp_path):
 
 
 def test_the_description_is_what_its_schema_says(delta):
-    schemas = Path(__file__).parents[2] / "docs" / "schemas"
+    schemas = Path(__file__).parents[3] / "docs" / "schemas"
     schema = json.loads((schemas / "delta-1.0.json").read_text())
     document = json.loads((delta / DELTA_FILE).read_text())
     Draft202012Validator(schema).validate(document)

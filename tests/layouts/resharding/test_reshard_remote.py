@@ -22,7 +22,7 @@ from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.checkpoint.sources import hub, range_streams
 from bigload.checkpoint.sources.http import RateLimitWarning
 from bigload.errors import AccessDeniedError, ReadError
-from bigload.layouts import names
+from bigload.layouts.resharding import names
 from bigload.layouts.writing import recent_bytes
 from bigload.layouts.writing import windows as windows_module
 from bigload.layouts.writing import writer as writer_module

@@ -22,8 +22,8 @@ from bigload.checkpoint.pipeline import has_modules, is_in_one_file
 from bigload.dtypes import DType
 from bigload.errors import ReadError
 from bigload.layouts.dtype_rules import config_with_dtype
-from bigload.layouts.folder_files import folder_files
-from bigload.layouts.other_weights import OtherWeights, is_weight_file, other_weights
+from bigload.layouts.model_files.folder_files import folder_files
+from bigload.layouts.model_files.other_weights import OtherWeights, is_weight_file, other_weights
 from bigload.layouts.output import Output
 from bigload.machine.activities import NO_RECORDER
 from bigload.planning.plan_file import PLAN_FILE

@@ -13,7 +13,7 @@ from bigload.distributed.process_group import SingleProcess
 from bigload.dtypes import DTYPES
 from bigload.errors import DamagedOutputError, RankError
 from bigload.layouts.output import OutputFile, OutputTensor
-from bigload.layouts.reshard import reshard
+from bigload.layouts.resharding.reshard import reshard
 from bigload.layouts.writing import output_file_writer, shares, writer
 from bigload.layouts.writing.journal import read_progress
 from bigload.layouts.writing.shares import shares_of

@@ -21,7 +21,7 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.documents import DocumentError, parse_json, read_file
 from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Problem
 from bigload.layouts.choices import OffloadFormat
-from bigload.layouts.dat_format import DAT_INDEX, DAT_SUFFIX, BadForm, dat_form, shown
+from bigload.layouts.formats.dat import DAT_INDEX, DAT_SUFFIX, BadForm, dat_form, shown
 from bigload.loading.checks import signature
 
 

@@ -1,0 +1,1 @@
+"""Files of a model folder: its weights, and what stands beside them."""

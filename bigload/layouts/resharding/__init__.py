@@ -1,0 +1,1 @@
+"""The steps of a reshard: select, prepare, execute; alone or shared by ranks."""
