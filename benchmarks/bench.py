@@ -32,8 +32,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bigload.documents import write_whole
-from bigload.machine.file_systems import file_system_of
-from bigload.machine.memory import available_memory
+from bigload.machine.files.file_systems import file_system_of
+from bigload.machine.memory.ram import available_memory
 from bigload.units import MIB, format_size, parse_size
 from harness import installed_version, machine, show_status
 from rows import CannotMeasureError, Measurement, Row, Setting, Verdict, judge

@@ -35,10 +35,10 @@ import bigload
 from bigload.bench.fresh_memory import renew
 from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.checkpoint.byte_source import PositionalReader
-from bigload.loading.schedule import BLOCK_BYTES
-from bigload.machine.huge_pages import Buffer, allocate
-from bigload.machine.process_memory import MemorySampler
-from bigload.machine.thread_pool import default_threads, run_jobs
+from bigload.loading.scheduling.schedule import BLOCK_BYTES
+from bigload.machine.memory.huge_pages import Buffer, allocate
+from bigload.machine.memory.process_memory import MemorySampler
+from bigload.machine.threads.thread_pool import default_threads, run_jobs
 from bigload.units import GIB, MIB
 from harness import Goal, in_rounds
 

@@ -37,13 +37,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
 import torch
 
 from bigload.bench.fresh_memory import renew
-from bigload.bench.measure import Effort, measure_machine
+from bigload.bench.rates.measure import Effort, measure_machine
 from bigload.checkpoint.source import open_checkpoint
 from bigload.generation.planned_model import PlannedModel
-from bigload.machine.machine_profile import MachineProfile, read_profile
-from bigload.machine.memory import available_memory
-from bigload.machine.other_programs import OtherPrograms
-from bigload.machine.page_cache import drop_cached_pages
+from bigload.machine.files.page_cache import drop_cached_pages
+from bigload.machine.memory.ram import available_memory
+from bigload.machine.profiles.machine_profile import MachineProfile, read_profile
+from bigload.machine.threads.other_programs import OtherPrograms
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.options import PlanOptions
 from bigload.planning.plan_file import write_plan

@@ -11,7 +11,7 @@ from torch import nn
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.peers import PEERS, SAFETENSORS, Load, Peer, PeerTarget, Tensors, merged
 from bigload.checkpoint.model import Checkpoint
-from bigload.loading.tensors import torch_dtype, torch_shape
+from bigload.loading.tensors.views import torch_dtype, torch_shape
 from bigload.units import MIB
 from harness import folder_beside
 

@@ -25,7 +25,7 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.loading.load import load
 from bigload.loading.settings import DEFAULT_MAX_INFLIGHT_BYTES, PARALLEL_VARIABLE, WORKERS_VARIABLE
-from bigload.machine.thread_pool import default_threads, run_jobs
+from bigload.machine.threads.thread_pool import default_threads, run_jobs
 from bigload.units import MIB
 from loader_peers import ALL_PEERS, empty_model
 from rows import Measurement, Row, RowGoal, Setting, files_of, measured_rounds

@@ -17,7 +17,7 @@ from torch import nn
 
 from bigload.errors import NotEnoughMemoryError
 from bigload.generation.planned_model import PlannedModel
-from bigload.machine.memory import available_memory
+from bigload.machine.memory.ram import available_memory
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.blocks import device_name, device_of
 from bigload.runtime.dispatch.load_checkpoint import load_checkpoint_in_model

@@ -19,23 +19,23 @@ from bigload.version import __version__
 
 _MODULES = {
     "bigload.bench.bench_load": "bench_load",
-    "bigload.bench.chrome_trace": "run_trace write_trace",
-    "bigload.bench.report": "BenchReport StrategyResult",
+    "bigload.bench.results.chrome_trace": "run_trace write_trace",
+    "bigload.bench.results.report": "BenchReport StrategyResult",
     "bigload.checkpoint.byte_source": "ByteSource",
     "bigload.checkpoint.model": "Checkpoint CheckpointWarning Shard Span TensorInfo",
     "bigload.checkpoint.source": "open_checkpoint",
     "bigload.devices": "Device",
-    "bigload.distributed.barriers": "check_trigger set_trigger wait_for_everyone",
-    "bigload.distributed.main_process_first": "local_main_process_first main_process_first",
-    "bigload.distributed.on_process": (
+    "bigload.distributed.process_control.barriers": "check_trigger set_trigger wait_for_everyone",
+    "bigload.distributed.process_control.main_process_first": "local_main_process_first main_process_first",
+    "bigload.distributed.process_control.on_process": (
         "on_last_process on_local_main_process on_local_process on_main_process on_process"
     ),
-    "bigload.distributed.process_index": (
+    "bigload.distributed.process_control.process_index": (
         "is_last_process is_local_main_process is_main_process local_process_index num_processes print process_index"
     ),
-    "bigload.distributed.process_state": "Accelerator PartialState",
-    "bigload.distributed.saving": "save",
-    "bigload.distributed.splitting": "split_between_processes",
+    "bigload.distributed.process_control.process_state": "Accelerator PartialState",
+    "bigload.distributed.process_control.saving": "save",
+    "bigload.distributed.process_control.splitting": "split_between_processes",
     "bigload.distributed.unwrapping": "extract_model_from_parallel",
     "bigload.dtypes": "DType",
     "bigload.errors": (
@@ -61,8 +61,8 @@ _MODULES = {
     "bigload.loading.load": "LoadedTensors load",
     "bigload.loading.progress": "Progress",
     "bigload.loading.report": "LoadReport",
+    "bigload.loading.scheduling.slices": "Slice",
     "bigload.loading.settings": "Method",
-    "bigload.loading.slices": "Slice",
     "bigload.parallel.parallelize": "parallelize",
     "bigload.parallel.sharded_loading.load_sharded": "LoadedParts RankLoadReport load_parts load_sharded",
     "bigload.parallel.tensor_parallel.apply": "apply_tensor_parallel plan_tensor_parallel",

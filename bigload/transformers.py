@@ -197,7 +197,7 @@ def _check_plain(
 def _load(model: Any, files: Sequence[Path], load_config: Any) -> tuple[Any, int]:  # noqa: ANN401
     """Read the files into `model`, on the meta device; return what transformers is told, and the bytes."""
     from bigload.conversion.checkpoint_view import CheckpointView
-    from bigload.conversion.transformers_models import conversion_for
+    from bigload.conversion.with_transformers.models import conversion_for
     from bigload.loading.load import load_selected
     from bigload.loading.settings import Method
 
@@ -229,7 +229,7 @@ def _opened(files: Sequence[Path]) -> Checkpoint:
 def _selected(view: CheckpointView, empty: Mapping[str, torch.Tensor], devices: Mapping[str, object]) -> Selection:
     """Return what to read: all that `empty` and the checkpoint have both, in the dtypes of `empty`."""
     from bigload.loading.selection import select
-    from bigload.loading.tensors import dtype_of, torch_dtype
+    from bigload.loading.tensors.views import dtype_of, torch_dtype
     from bigload.planning.load_dtype import loaded_dtype
 
     found = select(view, only=[name for name in empty if name in view.tensors], device=devices)
@@ -247,7 +247,7 @@ def _selected(view: CheckpointView, empty: Mapping[str, torch.Tensor], devices: 
 
 def _mostly_stays_in_files(selection: Selection) -> bool:
     """Return whether most bytes can be pages of the files. What is copied anyway comes faster past the cache."""
-    from bigload.loading.schedule import can_stay_in_map
+    from bigload.loading.scheduling.schedule import can_stay_in_map
 
     staying = sum(want.num_bytes for want in selection.wanted if can_stay_in_map(want))
     on_cpu = all(want.device == "cpu" for want in selection.wanted)

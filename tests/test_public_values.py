@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import bigload
-from bigload.checkpoint.manifest import read_manifest
+from bigload.checkpoint.records.manifest import read_manifest
 from builders import llama_config, make_checkpoint
 
 

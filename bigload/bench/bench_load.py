@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigload.bench.bench_warnings import BenchWarning, Conditions, warnings_for
 from bigload.bench.cases import LoadCase, all_cases
 from bigload.bench.fresh_memory import renew
 from bigload.bench.loaded_memory import MemoryKind, digest_of, finish
 from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_read, raw_reads
-from bigload.bench.recommendation import Recommendation, best_of, measure_sizes, whole
-from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult, phase_shares
+from bigload.bench.results.bench_warnings import BenchWarning, Conditions, warnings_for
+from bigload.bench.results.recommendation import Recommendation, best_of, measure_sizes, whole
+from bigload.bench.results.report import BenchReport, PeerResult, RawResult, StrategyResult, phase_shares
 from bigload.bench.runner import Clock, Contender, OnRun, Outcome, run_rounds
 from bigload.bench.steps import Steps
 from bigload.checkpoint.byte_source import scheme_of
@@ -33,7 +33,7 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
 from bigload.extras import require
 from bigload.loading.settings import Method
-from bigload.machine.thread_pool import usable_cores
+from bigload.machine.threads.thread_pool import usable_cores
 
 if TYPE_CHECKING:
     from bigload.bench.peers import Load, Peer

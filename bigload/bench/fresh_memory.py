@@ -10,9 +10,9 @@ from __future__ import annotations
 import statistics
 import time
 
-from bigload.machine.huge_pages import Buffer, allocate, prefault
-from bigload.machine.memory import available_memory
-from bigload.machine.thread_pool import default_threads, run_jobs
+from bigload.machine.memory.huge_pages import Buffer, allocate, prefault
+from bigload.machine.memory.ram import available_memory
+from bigload.machine.threads.thread_pool import default_threads, run_jobs
 from bigload.units import GIB, MIB
 
 _PIECE_BYTES = 64 * MIB

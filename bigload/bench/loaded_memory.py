@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from bigload.machine.thread_pool import default_threads, run_jobs
+from bigload.machine.threads.thread_pool import default_threads, run_jobs
 from bigload.units import MIB
 
 if TYPE_CHECKING:

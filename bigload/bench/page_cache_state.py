@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bigload.machine.file_systems import file_system_of
-from bigload.machine.page_cache import cached_bytes, cached_fraction, evict
-from bigload.machine.thread_pool import default_threads, run_jobs
+from bigload.machine.files.file_systems import file_system_of
+from bigload.machine.files.page_cache import cached_bytes, cached_fraction, evict
+from bigload.machine.threads.thread_pool import default_threads, run_jobs
 from bigload.units import MIB
 
 _PROC = Path("/proc")

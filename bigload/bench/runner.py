@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from bigload.bench.fresh_memory import renew
 from bigload.bench.page_cache_state import CacheState, LeftInCache, prepare
-from bigload.machine.page_cache import cached_fraction
-from bigload.machine.process_memory import MemorySampler, ResidentMemory, peak_bytes, reset_peak
+from bigload.machine.files.page_cache import cached_fraction
+from bigload.machine.memory.process_memory import MemorySampler, ResidentMemory, peak_bytes, reset_peak
 
 Item = TypeVar("Item")
 

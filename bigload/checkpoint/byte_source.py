@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol, Self
 
 from bigload.descriptors import MAX_BUFFERS, READING_AT_ONCE, read_at
 from bigload.errors import ReadError
-from bigload.machine.activities import NO_RECORDER, Phase, Recorder
+from bigload.machine.threads.activities import NO_RECORDER, Phase, Recorder
 from bigload.units import format_size
 
 ReadRange = Callable[[int, int], bytes]

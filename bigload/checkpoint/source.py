@@ -32,7 +32,6 @@ from bigload.checkpoint.model import (
     TensorInfo,
     sizes_of,
 )
-from bigload.checkpoint.part import part_warning
 from bigload.checkpoint.pipeline import (
     MODULES_FILE,
     PIPELINE_FILE,
@@ -40,6 +39,7 @@ from bigload.checkpoint.pipeline import (
     listed_components,
     listed_modules,
 )
+from bigload.checkpoint.records.part import part_warning
 from bigload.checkpoint.shard_headers import (
     OnHeader,
     contradictions,
@@ -190,7 +190,7 @@ def _open_names(root: Path, listed: list[str], path: str) -> Checkpoint:
 
 def _open_delta(root: Path, path: str) -> Checkpoint:
     """Open a delta and its base, both on this machine."""
-    from bigload.checkpoint.delta import open_delta
+    from bigload.checkpoint.records.delta import open_delta
 
     return open_delta(
         root,

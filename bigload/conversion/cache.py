@@ -15,7 +15,7 @@ from bigload.conversion.conversion import Conversion
 from bigload.conversion.conversion_file import conversion_from_values, conversion_to_values
 from bigload.documents import MAX_CONFIG_BYTES, DocumentError, parse_json, read_file, write_whole
 from bigload.errors import BigloadError
-from bigload.machine.cache_folder import cache_folder
+from bigload.machine.files.cache_folder import cache_folder
 
 LEAST_TENSORS = 2000
 """Conversions of fewer tensors are derived in a few tenths of a second, and are not kept."""

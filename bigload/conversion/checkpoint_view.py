@@ -60,7 +60,7 @@ def view_for(
 
     `shapes` are those of whole tensors of which `model` has a part.
     """
-    from bigload.conversion.transformers_models import conversion_for, is_of_transformers
+    from bigload.conversion.with_transformers.models import conversion_for, is_of_transformers
 
     stored = checkpoint if isinstance(checkpoint, CheckpointView) else CheckpointView.of(checkpoint)
     if not is_of_transformers(model):

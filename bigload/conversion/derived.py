@@ -16,8 +16,8 @@ def derived_conversion(checkpoint: Checkpoint) -> Conversion:
     where it is newer than the table; and about classes that the table does not know.
     """
     # Imported here: a reshard that keeps the names needs neither the table nor what it is read with.
-    from bigload.conversion.checkpoint_conversion import conversion_of_checkpoint
-    from bigload.conversion.model_classes import newer_transformers
+    from bigload.conversion.without_transformers.checkpoint_conversion import conversion_of_checkpoint
+    from bigload.conversion.without_transformers.model_classes import newer_transformers
 
     if "transformers" not in sys.modules and newer_transformers() is None:
         try:
@@ -28,7 +28,7 @@ def derived_conversion(checkpoint: Checkpoint) -> Conversion:
                 raise NamesUnknownError(error.message, hint=hint) from None
     elif not has_transformers_5():
         return conversion_of_checkpoint(checkpoint)
-    from bigload.conversion.transformers_checkpoints import conversion_by_transformers
+    from bigload.conversion.with_transformers.checkpoints import conversion_by_transformers
 
     return conversion_by_transformers(checkpoint)
 

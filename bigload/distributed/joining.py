@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from bigload.distributed.process_control.process_index import initialized_torch_distributed
 from bigload.distributed.process_group import ProcessGroup, SingleProcess, check_not_in_first_block
-from bigload.distributed.process_index import initialized_torch_distributed
 
 
 @contextmanager

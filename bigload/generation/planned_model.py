@@ -16,8 +16,8 @@ from bigload.errors import OptionError
 from bigload.extras import require
 from bigload.loading.settings import Method, settings
 from bigload.loading.strategy.io_method import MOSTLY_CACHED
-from bigload.loading.tensors import torch_dtype
-from bigload.machine.page_cache import cached_fraction
+from bigload.loading.tensors.views import torch_dtype
+from bigload.machine.files.page_cache import cached_fraction
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned, read_plan
 from bigload.runtime.device_map.blocks import OFFLOADED, DeviceMap, device_name, device_of, main_device_of

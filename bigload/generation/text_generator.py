@@ -18,7 +18,7 @@ from bigload.generation.planned_model import PlannedModel, stats_of, synchronize
 from bigload.generation.report import Answer, Finish
 from bigload.generation.text_pieces import TextPieces
 from bigload.loading.memory_errors import is_refusal
-from bigload.machine.memory import available_memory
+from bigload.machine.memory.ram import available_memory
 from bigload.planning.workload import PREFILL_CHUNK
 from bigload.runtime.streaming.run_log import ForwardStats
 from bigload.units import counted

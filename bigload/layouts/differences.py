@@ -18,7 +18,7 @@ from threading import Lock
 
 from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.model import Checkpoint, TensorInfo
-from bigload.checkpoint.recorded_digests import RecordedDigests, recorded_digests
+from bigload.checkpoint.records.recorded_digests import RecordedDigests, recorded_digests
 from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import DamagedOutputError, ManifestNotFoundError
@@ -27,10 +27,10 @@ from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.window_reader import Portion, WindowReader
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
-from bigload.machine.huge_pages import Buffer, address_of, allocate
-from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.libc import libc
-from bigload.machine.thread_pool import default_threads, run_jobs
+from bigload.machine.memory.huge_pages import Buffer, address_of, allocate
+from bigload.machine.threads.inflight_pool import BlockPool
+from bigload.machine.threads.thread_pool import default_threads, run_jobs
 from bigload.planning.load_dtype import CASTABLE
 from bigload.units import MIB
 
@@ -246,7 +246,7 @@ class _Comparer:
         if libc.memcmp(*map(address_of, buffers), num_bytes):
             found = (1, -math.inf, 0.0)
             if _has_torch():
-                from bigload.loading.values_apart import values_apart
+                from bigload.loading.tensors.values_apart import values_apart
 
                 found = values_apart(*buffers, num_bytes, pair.dtype)
             with self._lock:

@@ -14,12 +14,12 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple, Self
 
-from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.formats.safetensors import encode_header
 from bigload.checkpoint.model import Span, TensorInfo
+from bigload.checkpoint.records.fingerprint import ShardFingerprint
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of, stored_in
 from bigload.dtypes import DTYPES, DType
-from bigload.loading.slices import Slice, sliced_shape
+from bigload.loading.scheduling.slices import Slice, sliced_shape
 from bigload.units import KIB
 
 DATA_ALIGNMENT = 4 * KIB

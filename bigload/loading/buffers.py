@@ -12,16 +12,16 @@ from bigload.loading.checks import unchanged
 from bigload.loading.engine import Stager, read
 from bigload.loading.progress import OnProgress
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.schedule import CPU, BufferSpec, Delivery, Schedule
+from bigload.loading.scheduling.schedule import CPU, BufferSpec, Delivery, Schedule
 from bigload.loading.settings import Method
 from bigload.loading.source_pool import MAX_OPEN_FILES, SourcePool, opened_sources
 from bigload.loading.strategy.read_strategy import ReadStrategy
-from bigload.machine.activities import Recorder
-from bigload.machine.huge_pages import allocate
+from bigload.machine.memory.huge_pages import allocate
+from bigload.machine.threads.activities import Recorder
 
 if TYPE_CHECKING:
     from bigload.loading.digest_checks import DigestChecks
-    from bigload.loading.tensors import Memory
+    from bigload.loading.tensors.views import Memory
 
 
 def fill_buffers(

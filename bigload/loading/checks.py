@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, scheme_of, warn_of_server_without_ranges
-from bigload.checkpoint.fingerprint import ShardFingerprint, changes, current_fingerprint, of_shard
 from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.model import Checkpoint, Span, distinct_bytes
+from bigload.checkpoint.records.fingerprint import ShardFingerprint, changes, current_fingerprint, of_shard
 from bigload.checkpoint.sources.listings import identities_now
 from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.errors import NotEnoughMemoryError, ReadError
-from bigload.loading.schedule import CPU, Delivery, Schedule
+from bigload.loading.scheduling.schedule import CPU, Delivery, Schedule
 from bigload.loading.settings import Method
 from bigload.loading.strategy.read_strategy import ReadStrategy
-from bigload.machine.memory import available_memory
+from bigload.machine.memory.ram import available_memory
 
 
 def current_fingerprints(

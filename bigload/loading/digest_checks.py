@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from bigload.checkpoint.byte_source import ByteSource
-from bigload.checkpoint.recorded_digests import RecordedDigest, RecordedDigests
+from bigload.checkpoint.records.recorded_digests import RecordedDigest, RecordedDigests
 from bigload.errors import DamagedOutputError, ManifestNotFoundError, OptionError
-from bigload.loading.schedule import BLOCK_BYTES, CPU, Delivery, ReadJob, Schedule
+from bigload.loading.scheduling.schedule import BLOCK_BYTES, CPU, Delivery, ReadJob, Schedule
 from bigload.units import MIB, counted
 
 STEP_BYTES = MIB

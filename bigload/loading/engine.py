@@ -14,17 +14,17 @@ from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES, Shares
 from bigload.errors import NotEnoughMemoryError
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.schedule import BLOCK_BYTES, CPU, Delivery, Destination, ReadJob, Schedule
+from bigload.loading.scheduling.schedule import BLOCK_BYTES, CPU, Delivery, Destination, ReadJob, Schedule
 from bigload.loading.source_pool import SourcePool
-from bigload.machine.activities import Phase, Recorder
-from bigload.machine.huge_pages import prefault
-from bigload.machine.inflight_pool import InflightPool
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.memory.huge_pages import prefault
+from bigload.machine.threads.activities import Phase, Recorder
+from bigload.machine.threads.inflight_pool import InflightPool
+from bigload.machine.threads.thread_pool import run_jobs
 from bigload.units import MIB
 
 if TYPE_CHECKING:
     from bigload.loading.digest_checks import DigestChecks
-    from bigload.loading.tensors import Memory
+    from bigload.loading.tensors.views import Memory
 
 _PREFAULT_BYTES = 64 * MIB
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.model import Checkpoint
-from bigload.checkpoint.part import PART_CODE
 from bigload.checkpoint.quantisation import quantisation_of
-from bigload.checkpoint.recorded_digests import RecordedDigests, recorded_digests
+from bigload.checkpoint.records.part import PART_CODE
+from bigload.checkpoint.records.recorded_digests import RecordedDigests, recorded_digests
 from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import LegacyPickleError, ManifestNotFoundError, StateDictMismatchError
 from bigload.extras import require
@@ -20,12 +20,12 @@ from bigload.loading.checks import check_memory, check_ram, warn_of_whole_files
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.loading.report import LoadReport
-from bigload.loading.schedule import CPU, schedule_reads
+from bigload.loading.scheduling.schedule import CPU, schedule_reads
+from bigload.loading.scheduling.slices import Slice
 from bigload.loading.selection import Selection, select
 from bigload.loading.settings import LoadSettings, Method, settings
-from bigload.loading.slices import Slice
 from bigload.loading.strategy.read_strategy import OpenSource, choose_strategy
-from bigload.machine.activities import Phase, Recorder
+from bigload.machine.threads.activities import Phase, Recorder
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import open_planned
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from bigload.loading.assign import Assignment
+    from bigload.loading.tensors.assign import Assignment
 
 
 class LoadedTensors(dict[str, "torch.Tensor"]):
@@ -111,10 +111,10 @@ def load(
         DamagedOutputError: `verify`, and a tensor is not what the manifest says. No tensor is handed out.
     """
     require("torch", asked_by="bigload.load", extra="torch")
-    from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
-    from bigload.loading.assign import assign
-    from bigload.loading.legacy_torch import as_checkpoint
-    from bigload.loading.tensors import parsed_dtype
+    from bigload.loading.tensors.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
+    from bigload.loading.tensors.assign import assign
+    from bigload.loading.tensors.legacy_torch import as_checkpoint
+    from bigload.loading.tensors.views import parsed_dtype
 
     recorder = Recorder(is_tracing=trace)
     chosen, wanted_dtype = settings(threads, method, max_inflight), parsed_dtype(dtype)
@@ -186,7 +186,7 @@ def load_selected(
 
 def _check_loadable(selection: Selection) -> None:
     from bigload.loading.staging.accelerators import check_present
-    from bigload.loading.tensors import check_dtypes
+    from bigload.loading.tensors.views import check_dtypes
 
     check_dtypes(selection.wanted)
     for name in selection.devices:
@@ -196,7 +196,7 @@ def _check_loadable(selection: Selection) -> None:
 def _matched(
     view: CheckpointView, module: nn.Module, selection: Selection, unexpected: Sequence[str], *, strict: bool
 ) -> tuple[Assignment, ...]:
-    from bigload.loading.assign import match
+    from bigload.loading.tensors.assign import match
 
     try:
         return match(module, selection, strict=strict, unexpected=unexpected, problems=view.problems)
@@ -224,7 +224,7 @@ def _read(
     recorded: RecordedDigests | None,
     on_progress: OnProgress,
 ) -> tuple[dict[str, torch.Tensor], LoadReport]:
-    from bigload.loading.tensors import as_tensors
+    from bigload.loading.tensors.views import as_tensors
 
     strategy = choose_strategy(checkpoint, selection.wanted, chosen, open_source, recorder)
     is_mapped = strategy.method is Method.MMAP
@@ -257,7 +257,7 @@ def _read(
 
 
 def _load_legacy(error: LegacyPickleError) -> Mapping[str, torch.Tensor]:
-    from bigload.loading.legacy_torch import load_legacy
+    from bigload.loading.tensors.legacy_torch import load_legacy
 
     check_ram(Path(error.path).name, str(error.path), sum(path.stat().st_size for path in error.paths))
     return load_legacy(error.paths)
@@ -266,7 +266,7 @@ def _load_legacy(error: LegacyPickleError) -> Mapping[str, torch.Tensor]:
 def _taken(
     view: CheckpointView, whole: Mapping[str, torch.Tensor], selection: Selection
 ) -> tuple[dict[str, torch.Tensor], LoadReport]:
-    from bigload.loading.legacy_torch import as_requested, tensor_of
+    from bigload.loading.tensors.legacy_torch import as_requested, tensor_of
 
     tensors = {want.name: as_requested(want, tensor_of(view, want.name, whole)) for want in selection.wanted}
     num_bytes = sum(tensor.nbytes for tensor in whole.values())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bigload.errors import BigloadError
-from bigload.machine.huge_pages import no_memory
+from bigload.machine.memory.huge_pages import no_memory
 
 _REFUSALS = ("can't allocate memory", "not enough memory", "out of memory", "can't start new thread")
 """In RuntimeErrors of torch's allocators, and of Python's threads, whose stacks are memory."""

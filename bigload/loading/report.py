@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bigload.loading.settings import Method
-from bigload.machine.activities import Activity, Phase
+from bigload.machine.threads.activities import Activity, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.devices import DISK, Device
 from bigload.dtypes import DType
 from bigload.errors import DeviceMapError, OptionError, UnknownTensorError
-from bigload.loading.schedule import CPU, RequestedTensor
-from bigload.loading.slices import Slice, cut_out, rows_of
+from bigload.loading.scheduling.schedule import CPU, RequestedTensor
+from bigload.loading.scheduling.slices import Slice, cut_out, rows_of
 from bigload.planning.load_dtype import loaded_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import check_plan

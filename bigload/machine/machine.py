@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bigload.machine.accelerators.gpus import detect_gpus
-from bigload.machine.detected import DetectedGpus, DetectedMemory
-from bigload.machine.memory import detect_ram
+from bigload.machine.memory.detected import DetectedGpus, DetectedMemory
+from bigload.machine.memory.ram import detect_ram
 
 
 class Machine(NamedTuple):

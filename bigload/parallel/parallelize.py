@@ -17,8 +17,8 @@ from torch import nn
 from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import OptionError, ParallelError, StateDictMismatchError
 from bigload.loading.settings import Method, settings
-from bigload.machine.process_memory import trim_heap
-from bigload.machine.thread_pool import usable_cores
+from bigload.machine.memory.process_memory import trim_heap
+from bigload.machine.threads.thread_pool import usable_cores
 from bigload.parallel.model_from_folder import model_from_folder
 from bigload.parallel.shard_model import ShardModel
 from bigload.parallel.sharded_loading.stored_tensors import open_stored

@@ -61,7 +61,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     from vllm.logger import init_logger
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-    from bigload.loading.piece_copies import whole_spec
+    from bigload.loading.scheduling.piece_copies import whole_spec
     from bigload.parallel.sharded_loading.local_model import check_parts
     from bigload.parallel.sharded_loading.local_reads import fill_local
     from bigload.parallel.sharded_loading.local_tensors import LocalPart, local_tensors

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.conversion.checkpoint_conversion import Naming
-from bigload.conversion.model_classes import ModelClass, newer_transformers, table_version
+from bigload.conversion.without_transformers.checkpoint_conversion import Naming
+from bigload.conversion.without_transformers.model_classes import ModelClass, newer_transformers, table_version
 from bigload.errors import NamesUnknownError
 from bigload.units import counted
 

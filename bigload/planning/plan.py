@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from bigload.checkpoint.fingerprint import ShardFingerprint
 from bigload.checkpoint.model import NameRanges, TensorInfo, name_of, ranges_of, sizes_of
+from bigload.checkpoint.records.fingerprint import ShardFingerprint
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError
 from bigload.plain_text import PlainTable, Styled, printable, stacked_bar

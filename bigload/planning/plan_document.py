@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypedDict, TypeVar
 
-from bigload.checkpoint.fingerprint import ShardFingerprint
+from bigload.checkpoint.records.fingerprint import ShardFingerprint
 from bigload.planning.options import PlanOptions
 from bigload.planning.plan import PlannedCheckpoint, PlanNote
 from bigload.units import MAX_SIZE

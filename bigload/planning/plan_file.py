@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from bigload.checkpoint.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.location import checkpoint_root
 from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.records.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.devices import DISK, Device
 from bigload.documents import PATH_ERRORS, check_replaceable, check_schema, parse_json, read_file, write_whole

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
-from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.records.fingerprint import fingerprint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import InvalidPlanError

@@ -20,7 +20,7 @@ from bigload.generation.planned_model import PlannedModel, stats_of
 from bigload.generation.prompts import ChatMessage, Prompt, room_for_answer
 from bigload.generation.report import Answer, Finish, RunReport, answer_document
 from bigload.generation.text_generator import Sampling, TextGenerator
-from bigload.machine.process_memory import MemorySampler
+from bigload.machine.memory.process_memory import MemorySampler
 from bigload.planning.plan import Plan
 from bigload.runtime.streaming.run_log import RunStats
 from bigload.units import format_size

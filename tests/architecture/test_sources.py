@@ -56,7 +56,12 @@ def test_no_error_is_swallowed_whole():
 
 
 UNPICKLER = "checkpoint/formats/restricted_unpickler.py"
-PICKLES = {"parallel/workers/messages.py", "parallel/workers/model_skeleton.py", "loading/legacy_torch.py", UNPICKLER}
+PICKLES = {
+    "parallel/workers/messages.py",
+    "parallel/workers/model_skeleton.py",
+    "loading/tensors/legacy_torch.py",
+    UNPICKLER,
+}
 """Modules that may import pickle: for socket pairs of this process, for the errors of torch's own unpickler, and for
 the unpickler that imports nothing."""
 

@@ -13,12 +13,12 @@ from bigload.bench.cases import LoadCase
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.page_cache_state import evict_verified
 from bigload.bench.raw_limit import RawKind
-from bigload.bench.recommendation import measure_sizes
+from bigload.bench.results.recommendation import measure_sizes
 from bigload.errors import CheckpointNotFoundError, NotEnoughMemoryError, OptionError
 from bigload.loading import checks as guards
 from bigload.loading.settings import Method
-from bigload.machine.activities import Phase
-from bigload.machine.page_cache import cached_fraction
+from bigload.machine.files.page_cache import cached_fraction
+from bigload.machine.threads.activities import Phase
 from builders import make_checkpoint, stored_tensors, write_shard
 
 QUICK = {"raw": False, "trace": False, "sizes": False}

@@ -21,7 +21,7 @@ def test_large_tensors_of_any_dtype_are_touched_in_pieces():
 
 
 def test_touching_a_map_makes_its_pages_part_of_this_process(tmp_path):
-    from bigload.machine.process_memory import resident_memory
+    from bigload.machine.memory.process_memory import resident_memory
 
     size = 16 * 2**20
     (tmp_path / "file").write_bytes(b"\1" * size)

@@ -5,7 +5,7 @@ import pytest
 
 from bigload.bench import page_cache_state
 from bigload.bench.page_cache_state import CacheState, evict_verified, prepare, warm
-from bigload.machine.page_cache import cached_bytes
+from bigload.machine.files.page_cache import cached_bytes
 
 SIZE = 1 << 20
 

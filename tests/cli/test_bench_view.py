@@ -14,9 +14,9 @@ import pytest
 from bench_reports import full_report, report_of, strategy
 from bigload import extras
 from bigload.bench.loaded_memory import MemoryKind
-from bigload.bench.recommendation import Recommendation, SizeMeasured
-from bigload.bench.report import PeerResult
-from bigload.bench.result_marks import MADE_BY_BENCH_LOAD
+from bigload.bench.results.recommendation import Recommendation, SizeMeasured
+from bigload.bench.results.report import PeerResult
+from bigload.bench.results.result_marks import MADE_BY_BENCH_LOAD
 from bigload.errors import MissingPackageError, OptionError, OutputExistsError, WriteError
 from bigload.loading.settings import Method
 from bigload_cli.commands.bench_load import check_picture, write_files

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from builders import contents
 
 

@@ -12,15 +12,15 @@ import pytest
 
 from bigload.devices import CPU, Device
 from bigload.errors import OutputExistsError, WriteError
-from bigload.machine.profile_cache import profile_named
+from bigload.machine.profiles.profile_cache import profile_named
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.options import options_of
 from bigload.planning.plan import TERMS
 from bigload.planning.planner import plan_details
 from bigload.planning.timing.predict import predict
-from bigload_cli.views.html_report import MAX_CELLS, html_report, write_report
-from bigload_cli.views.html_template import breakable, fill
-from bigload_cli.views.plan_runs import MAX_RUNS, Kind, UnitPiece, pieces_of, runs_of
+from bigload_cli.views.plan_page.html_report import MAX_CELLS, html_report, write_report
+from bigload_cli.views.plan_page.html_template import breakable, fill
+from bigload_cli.views.plan_page.plan_runs import MAX_RUNS, Kind, UnitPiece, pieces_of, runs_of
 from builders import checkpoint_of, llama_tensors
 
 VOID = {"meta", "wbr"}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bigload.bench import measure
-from bigload.machine.known_machines import known_machine
-from bigload.machine.machine_profile import MachineProfile
+from bigload.bench.rates import measure
+from bigload.machine.profiles.known_machines import known_machine
+from bigload.machine.profiles.machine_profile import MachineProfile
 from bigload_cli.views.measure import figures
 
 GOLDEN = Path(__file__).parent / "golden"

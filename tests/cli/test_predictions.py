@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from bigload.machine.known_machines import known_machine
-from bigload.machine.profile_cache import keep_profile
+from bigload.machine.profiles.known_machines import known_machine
+from bigload.machine.profiles.profile_cache import keep_profile
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "plan-1.2.json"
 ON_H100 = "bigload plan llama-70b -m 0=80GiB,cpu=128GiB --profile h100"

@@ -22,8 +22,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from text_models import save_model, save_tokenizer
 
-from bigload.machine.known_machines import known_machine
-from bigload.machine.profile_cache import keep_profile
+from bigload.machine.profiles.known_machines import known_machine
+from bigload.machine.profiles.profile_cache import keep_profile
 from bigload_cli.views import run as view
 from run_reports import GIB, answer, forward, prediction, run_report
 

@@ -9,9 +9,9 @@ import torch
 from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 
-from bigload.checkpoint.fingerprint import ShardFingerprint
-from bigload.checkpoint.manifest import FileRecord, Manifest, ManifestSource, manifest_lines
-from bigload.machine.machine_profile import DeviceProfile, MachineProfile
+from bigload.checkpoint.records.fingerprint import ShardFingerprint
+from bigload.checkpoint.records.manifest import FileRecord, Manifest, ManifestSource, manifest_lines
+from bigload.machine.profiles.machine_profile import DeviceProfile, MachineProfile
 from bigload.planning.expert_stats import ExpertStats
 from builders import make_checkpoint, make_pipeline, make_split, record_of, write_shard
 

@@ -14,8 +14,8 @@ from strategies import checkpoints
 from bigload.devices import CPU, DISK
 from bigload.dtypes import DTYPES, parse_dtype
 from bigload.errors import DoesNotFitError
-from bigload.machine.machine_profile import DeviceProfile, MachineProfile
-from bigload.machine.profile_cache import profile_named
+from bigload.machine.profiles.machine_profile import DeviceProfile, MachineProfile
+from bigload.machine.profiles.profile_cache import profile_named
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.choices import Attention, Balance
 from bigload.planning.model.activations import BlockActivations, ScanMemory
@@ -29,7 +29,7 @@ from bigload.planning.planner import plan_details
 from bigload.planning.timing.predict import predict
 from bigload.planning.workload import Workload
 from bigload_cli import views
-from bigload_cli.views.what_if import MAX_FORMS, MAX_UNITS, as_json, cache_form, run_memory, what_if
+from bigload_cli.views.plan_page.what_if import MAX_FORMS, MAX_UNITS, as_json, cache_form, run_memory, what_if
 from builders import checkpoint_of, llama_tensors, problem_of, unit_of
 from make import load_recipe
 

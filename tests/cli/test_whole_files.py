@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import bigload
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from builders import contents, make_checkpoint
 
 PROGRAM = Path(sys.executable).with_name("bigload")

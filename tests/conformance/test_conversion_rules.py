@@ -4,7 +4,7 @@ import pytest
 import torch
 from model_types import configuration
 
-from bigload.conversion.checkpoint_conversion import conversion_of_checkpoint
+from bigload.conversion.without_transformers.checkpoint_conversion import conversion_of_checkpoint
 from builders import checkpoint_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -58,7 +58,7 @@ def classes():
 
 @pytest.mark.parametrize(("model_type", "name"), list(classes()))
 def test_the_table_makes_the_conversion_that_transformers_makes(model_type, name):
-    from bigload.conversion.transformers_models import conversion_for
+    from bigload.conversion.with_transformers.models import conversion_for
 
     if model_type in EXCEPTIONS:
         pytest.skip(EXCEPTIONS[model_type])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import bigload
-from bigload.conversion.transformers_models import conversion_for
+from bigload.conversion.with_transformers.models import conversion_for
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import bigload
 from bigload.conversion.conversion import as_stored
-from bigload.conversion.transformers_models import conversion_for
+from bigload.conversion.with_transformers.models import conversion_for
 from bigload.layouts.resharding.names import CONVERSION_FILE
 from bigload.layouts.resharding.reshard import reshard
 

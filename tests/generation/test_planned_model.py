@@ -15,7 +15,7 @@ from bigload import extras
 from bigload.errors import MissingPackageError, OptionError, StalePlanError, StateDictMismatchError
 from bigload.generation.planned_model import PlannedModel
 from bigload.generation.text_generator import Sampling, TextGenerator
-from bigload.machine.page_cache import evict
+from bigload.machine.files.page_cache import evict
 from builders import write_shard
 from make import load_recipe, make
 

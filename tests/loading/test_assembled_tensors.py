@@ -12,18 +12,18 @@ import bigload
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion, as_stored
-from bigload.conversion.recorded_tensor import RecordedTensor
+from bigload.conversion.with_transformers.recorded_tensor import RecordedTensor
 from bigload.dtypes import DTYPES
 from bigload.loading.buffers import fill_buffers
 from bigload.loading.load import load_selected
 from bigload.loading.progress import ignore_progress
-from bigload.loading.rows import row_of
-from bigload.loading.schedule import RequestedTensor, schedule_reads
+from bigload.loading.scheduling.rows import row_of
+from bigload.loading.scheduling.schedule import RequestedTensor, schedule_reads
 from bigload.loading.selection import select
 from bigload.loading.settings import settings
 from bigload.loading.strategy.read_strategy import choose_strategy
-from bigload.loading.tensors import as_tensors, dtype_of
-from bigload.machine.activities import Recorder
+from bigload.loading.tensors.views import as_tensors, dtype_of
+from bigload.machine.threads.activities import Recorder
 
 MOVES = {
     "stacked": lambda a, b: torch.stack([a, b]),

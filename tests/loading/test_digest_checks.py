@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import bigload
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.errors import DamagedOutputError, ManifestNotFoundError, OptionError
-from bigload.loading.schedule import BLOCK_BYTES, schedule_reads
+from bigload.loading.scheduling.schedule import BLOCK_BYTES, schedule_reads
 from bigload.loading.selection import select
 
 LARGE = 3 * BLOCK_BYTES + 12  # bytes: of several reads

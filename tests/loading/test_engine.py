@@ -7,10 +7,10 @@ from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import ReadError
 from bigload.loading.engine import read
-from bigload.loading.schedule import RequestedTensor, schedule_reads
+from bigload.loading.scheduling.schedule import RequestedTensor, schedule_reads
 from bigload.loading.source_pool import opened_sources
-from bigload.machine.activities import Phase, Recorder
-from bigload.machine.huge_pages import allocate
+from bigload.machine.memory.huge_pages import allocate
+from bigload.machine.threads.activities import Phase, Recorder
 from builders import data_for, make_checkpoint, no_thread_left, num_bytes_of, open_descriptors
 
 MIB = 2**20

@@ -12,9 +12,9 @@ import bigload
 import make as fixtures
 from bigload.checkpoint.byte_source import PositionalReader
 from bigload.errors import OptionError, ReadError, StalePlanError, StateDictMismatchError, UnsupportedMethodError
+from bigload.loading.scheduling.slices import Slice
 from bigload.loading.settings import Method
-from bigload.loading.slices import Slice
-from bigload.machine.activities import Phase
+from bigload.machine.threads.activities import Phase
 from builders import make_checkpoint, open_descriptors, write_shard
 
 UP = "model.layers.1.mlp.up_proj.weight"

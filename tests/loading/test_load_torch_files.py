@@ -5,7 +5,7 @@ import torch
 
 import bigload
 from bigload.errors import InvalidCheckpointError, OptionError
-from bigload.loading.slices import Slice
+from bigload.loading.scheduling.slices import Slice
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ REFUSED_BY_TORCH = (
 SWEEP = """
 import gc, os, resource, sys
 import torch, bigload
-import bigload.loading.staging.cpu_stager, bigload.loading.legacy_torch, bigload.checkpoint.formats.torch_archive
+import bigload.loading.staging.cpu_stager, bigload.loading.tensors.legacy_torch
+import bigload.checkpoint.formats.torch_archive
 from bigload.errors import NotEnoughMemoryError
 
 for _ in range(2):  # whatever is imported or made once

@@ -1,7 +1,7 @@
 import threading
 
 from bigload.loading.progress import Progress, Tally, ignore_progress
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.threads.thread_pool import run_jobs
 
 
 def test_a_tally_begins_with_what_is_there_and_never_counts_more_than_all():

@@ -14,10 +14,10 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import ReadError
 from bigload.loading.engine import read
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.schedule import RequestedTensor, schedule_reads
+from bigload.loading.scheduling.schedule import RequestedTensor, schedule_reads
 from bigload.loading.source_pool import MAX_OPEN_FILES, opened_sources
-from bigload.machine.activities import NO_RECORDER
-from bigload.machine.huge_pages import allocate
+from bigload.machine.memory.huge_pages import allocate
+from bigload.machine.threads.activities import NO_RECORDER
 from builders import open_descriptors
 from make import load_recipe, make
 

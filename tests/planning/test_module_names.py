@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bigload
-from bigload.conversion import model_classes
+from bigload.conversion.without_transformers import model_classes
 from bigload.errors import NamesUnknownError, PlanError
 from bigload.planning.choices import NameScheme
 from bigload.planning.module_names import in_memory_names, rename_device_map

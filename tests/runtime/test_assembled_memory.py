@@ -22,7 +22,7 @@ import torch, bigload
 import bigload.runtime.dispatch.load_and_dispatch, bigload.runtime.streaming.streaming_hook, bigload.loading.load
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion, as_stored
-from bigload.conversion.recorded_tensor import RecordedTensor
+from bigload.conversion.with_transformers.recorded_tensor import RecordedTensor
 from bigload.runtime.dispatch import packed_weights
 
 path, device, prefetch, folder = sys.argv[1], sys.argv[2], sys.argv[3] == "streamed", sys.argv[4] or None

@@ -1,7 +1,7 @@
 import torch
 
-from bigload.bench import device_rates
-from bigload.bench.device_rates import DTYPES_MEASURED, device_profile
+from bigload.bench.rates import device_rates
+from bigload.bench.rates.device_rates import DTYPES_MEASURED, device_profile
 from bigload.units import MIB
 
 

@@ -8,7 +8,7 @@ import bigload
 import make as fixtures
 from bigload.checkpoint.byte_source import PositionalReader
 from bigload.errors import NotEnoughMemoryError, OptionError, ReadError
-from bigload.loading.slices import Slice
+from bigload.loading.scheduling.slices import Slice
 
 SIM = [torch.device("sim", index) for index in range(4)]
 UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"

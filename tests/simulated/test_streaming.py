@@ -17,7 +17,7 @@ from torch import nn
 import bigload
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.staging.device_transfers import Transfers
-from bigload.runtime.streaming import weight_reads as reads
+from bigload.runtime.streaming.supplies import weight_reads as reads
 
 WIDTH, NUM_BLOCKS = 32, 5
 BLOCK_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4

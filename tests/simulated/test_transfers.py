@@ -13,7 +13,7 @@ from lock_interrupts import assert_leaves_no_lock
 from bigload.checkpoint.byte_source import PositionalReader
 from bigload.loading.staging.accelerators import free_bytes
 from bigload.loading.staging.device_transfers import Transfers
-from bigload.machine.activities import Phase, Recorder
+from bigload.machine.threads.activities import Phase, Recorder
 from builders import no_thread_left
 from simulated_accelerator import watched
 from transfer_jobs import cut, numbers, send_all

@@ -1,15 +1,15 @@
 """Reports of benches that never ran, with figures chosen by hand."""
 
-from bigload.bench.bench_warnings import BenchWarning
 from bigload.bench.cases import LoadCase
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.page_cache_state import CacheState, LeftInCache
 from bigload.bench.raw_limit import RawKind, RawRead
-from bigload.bench.recommendation import Recommendation, SizeMeasured
-from bigload.bench.report import BenchReport, PeerResult, RawResult, StrategyResult
+from bigload.bench.results.bench_warnings import BenchWarning
+from bigload.bench.results.recommendation import Recommendation, SizeMeasured
+from bigload.bench.results.report import BenchReport, PeerResult, RawResult, StrategyResult
 from bigload.bench.runner import Measured
 from bigload.loading.settings import Method
-from bigload.machine.activities import Activity, Phase
+from bigload.machine.threads.activities import Activity, Phase
 
 GIB = 2**30
 SHA = "0123456789abcdef" * 4

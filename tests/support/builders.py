@@ -22,15 +22,15 @@ from tempfile import mkdtemp
 import xxhash
 
 from bigload.checkpoint.formats.safetensors import parse_header
-from bigload.checkpoint.manifest import FileRecord
 from bigload.checkpoint.model import Checkpoint, Shard, Span, TensorInfo
+from bigload.checkpoint.records.manifest import FileRecord
 from bigload.dtypes import DTYPES
 from bigload.errors import BigloadError
 from bigload.layouts.kinds.layout import TENSOR_ALIGNMENT, LayoutRequest
 from bigload.layouts.kinds.registry import layout_named
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputTensor
-from bigload.loading.slices import rows_of
+from bigload.loading.scheduling.slices import rows_of
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.model.units import Part, Unit, UnitKind
 from bigload.planning.placement.problem import PlacementProblem

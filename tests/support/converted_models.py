@@ -9,7 +9,7 @@ from torch import nn
 
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion, as_stored
-from bigload.conversion.recorded_tensor import RecordedTensor
+from bigload.conversion.with_transformers.recorded_tensor import RecordedTensor
 from bigload.runtime.dispatch import packed_weights
 
 WIDTH, INNER, NUM_EXPERTS, NUM_LAYERS = 8, 6, 4, 3

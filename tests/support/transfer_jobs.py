@@ -2,7 +2,7 @@
 
 import torch
 
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.threads.thread_pool import run_jobs
 
 
 def cut(num_bytes, most):

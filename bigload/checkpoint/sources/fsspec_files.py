@@ -27,7 +27,7 @@ from bigload.errors import (
     MissingPackageError,
     ReadError,
 )
-from bigload.machine.activities import Recorder
+from bigload.machine.threads.activities import Recorder
 from bigload.units import MIB
 
 _CHUNK_BYTES = 16 * MIB

@@ -23,7 +23,7 @@ from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_e
 from bigload.checkpoint.sources.ranged_source import Retries, TemporaryError, missing
 from bigload.checkpoint.sources.whole_files import SERVERS_WITHOUT_RANGES, NoRangesError, WholeOrRangedSource
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError
-from bigload.machine.activities import Recorder
+from bigload.machine.threads.activities import Recorder
 
 _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CHUNK_BYTES = 1 << 18

@@ -24,8 +24,8 @@ from bigload.checkpoint.sources.ranged_source import missing
 from bigload.checkpoint.sources.small_reads import is_recent
 from bigload.documents import parse_json
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError, abridged
-from bigload.machine.activities import Recorder
-from bigload.machine.cache_folder import cache_folder, keep_file
+from bigload.machine.files.cache_folder import cache_folder, keep_file
+from bigload.machine.threads.activities import Recorder
 from bigload.units import counted
 from bigload.version import __version__
 

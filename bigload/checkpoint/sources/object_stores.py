@@ -28,7 +28,7 @@ from bigload.checkpoint.sources.ranged_source import RangedSource, TemporaryErro
 from bigload.checkpoint.sources.small_reads import is_recent
 from bigload.checkpoint.sources.store_hints import STORES, connection_hint, credentials_hint, refusal_hint
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointError, CheckpointNotFoundError, ReadError
-from bigload.machine.cache_folder import cache_folder, keep_file
+from bigload.machine.files.cache_folder import cache_folder, keep_file
 
 MAX_LISTED = 100_000
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-from bigload.machine.thread_pool import abandonable
+from bigload.machine.threads.thread_pool import abandonable
 from bigload.units import KIB, MIB
 
 MAX_STREAM_BYTES = 256 * MIB

@@ -11,8 +11,8 @@ from pathlib import Path
 from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.sources.range_streams import RangeStreams
 from bigload.errors import BigloadError, ReadError
-from bigload.machine.activities import Phase, Recorder
-from bigload.machine.thread_pool import abandonable
+from bigload.machine.threads.activities import Phase, Recorder
+from bigload.machine.threads.thread_pool import abandonable
 
 MAX_FRUITLESS_TRIES = 5
 """Requests in a row that bring no byte before a temporary failure is raised."""

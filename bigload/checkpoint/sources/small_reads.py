@@ -17,8 +17,8 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import ByteSource, ReadRange, SourceIdentity, read_range, scheme_of
 from bigload.checkpoint.sources.ranged_source import RangedSource
-from bigload.machine.activities import NO_RECORDER
-from bigload.machine.cache_folder import cache_folder, keep_file
+from bigload.machine.files.cache_folder import cache_folder, keep_file
+from bigload.machine.threads.activities import NO_RECORDER
 
 GUESSED_BYTES = 64 << 10
 """First read of a file of which nothing is known: three of four headers are smaller."""

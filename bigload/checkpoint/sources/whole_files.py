@@ -21,10 +21,10 @@ from bigload.checkpoint.byte_source import ended_early, fill, warn_of_server_wit
 from bigload.checkpoint.sources.range_streams import OpenRange, Stream
 from bigload.checkpoint.sources.ranged_source import RangedSource, Retries, TemporaryError
 from bigload.errors import ReadError
-from bigload.machine.activities import Phase, Recorder
-from bigload.machine.cache_folder import cache_folder
-from bigload.machine.sparse_files import punch_hole
-from bigload.machine.thread_pool import abandonable
+from bigload.machine.files.cache_folder import cache_folder
+from bigload.machine.files.sparse_files import punch_hole
+from bigload.machine.threads.activities import Phase, Recorder
+from bigload.machine.threads.thread_pool import abandonable
 from bigload.units import GIB, MIB
 
 MAX_KEPT_BYTES = 8 * GIB

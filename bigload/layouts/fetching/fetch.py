@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
 from bigload.checkpoint.model import Checkpoint, Span
-from bigload.checkpoint.part import PartDescription
+from bigload.checkpoint.records.part import PartDescription
 from bigload.distributed.process_group import SingleProcess
 from bigload.errors import OptionError, UnsupportedFormatError
 from bigload.layouts.choices import Verify

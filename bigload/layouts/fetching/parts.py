@@ -12,8 +12,8 @@ from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.index import encode_index
 from bigload.checkpoint.model import Checkpoint, Shard, TensorInfo
-from bigload.checkpoint.part import PART_FILE, PartDescription
 from bigload.checkpoint.pipeline import refuse_pipeline
+from bigload.checkpoint.records.part import PART_FILE, PartDescription
 from bigload.devices import Device
 from bigload.errors import OptionError
 from bigload.layouts.fetching.options import FetchOptions
@@ -23,8 +23,8 @@ from bigload.layouts.model_files.folder_files import FolderFiles
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.layouts.resharding.selection import lay_out
-from bigload.loading.schedule import MAX_GAP_BYTES, gathers
-from bigload.loading.slices import rows_of
+from bigload.loading.scheduling.schedule import MAX_GAP_BYTES, gathers
+from bigload.loading.scheduling.slices import rows_of
 from bigload.planning.plan import Plan
 
 WHOLE_FILE_SHARE = 0.9

@@ -29,7 +29,7 @@ from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Prob
 from bigload.layouts.kinds.layout import LayoutRequest, OutputLayout, base_name, index_of, one_or_numbered, split
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
-from bigload.loading.slices import Slice
+from bigload.loading.scheduling.slices import Slice
 from bigload.planning.model.module_tree import key_above
 from bigload.planning.model_parallel.divided_model import DividedModel
 from bigload.planning.options import PlanOptions

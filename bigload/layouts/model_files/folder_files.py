@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
 from bigload.checkpoint.formats.registry import weight_suffixes
 from bigload.checkpoint.index import resolve_shard
-from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.pipeline import components_of, has_modules, in_pipeline
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.errors import InvalidCheckpointError, Problem, ReadError
 from bigload.layouts.model_files.other_weights import FOREIGN_SUFFIXES, MAX_CARRIED_BYTES, LeftOut
 from bigload.layouts.writing.journal import PREFIX

@@ -14,18 +14,18 @@ from itertools import islice
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import expect_reads, read_range, scheme_of
-from bigload.checkpoint.delta import DELTA_FILE
 from bigload.checkpoint.index import resolve_shard
-from bigload.checkpoint.manifest import MANIFEST_FILE
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.pipeline import has_modules, is_in_one_file
+from bigload.checkpoint.records.delta import DELTA_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.dtypes import DType
 from bigload.errors import ReadError
 from bigload.layouts.dtype_rules import config_with_dtype
 from bigload.layouts.model_files.folder_files import folder_files
 from bigload.layouts.model_files.other_weights import OtherWeights, is_weight_file, other_weights
 from bigload.layouts.output import Output
-from bigload.machine.activities import NO_RECORDER
+from bigload.machine.threads.activities import NO_RECORDER
 from bigload.planning.plan_file import PLAN_FILE
 from bigload.units import MIB
 

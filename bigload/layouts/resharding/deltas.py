@@ -7,10 +7,10 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from bigload.checkpoint.delta import DELTA_FILE, FILE_BASE, DeltaDescription, check_base
-from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.formats.registry import SAFETENSORS, TORCH
 from bigload.checkpoint.model import Checkpoint, TensorInfo
+from bigload.checkpoint.records.delta import DELTA_FILE, FILE_BASE, DeltaDescription, check_base
+from bigload.checkpoint.records.fingerprint import fingerprint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import OptionError
 from bigload.layouts.differences import diff

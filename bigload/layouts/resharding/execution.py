@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
-from bigload.checkpoint.fingerprint import fingerprint
-from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, ManifestSource, manifest_lines
+from bigload.checkpoint.records.fingerprint import fingerprint
+from bigload.checkpoint.records.manifest import MANIFEST_FILE, FileRecord, Manifest, ManifestSource, manifest_lines
 from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.errors import RankError, ReadError, WriteError
 from bigload.layouts.choices import Verify
@@ -28,9 +28,9 @@ from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import Staging, joined, keep_only, staged, tidy
 from bigload.layouts.writing.writer import window_bytes
 from bigload.loading.progress import OnProgress
-from bigload.machine.inflight_pool import BlockPool
-from bigload.machine.process_memory import trim_heap
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.memory.process_memory import trim_heap
+from bigload.machine.threads.inflight_pool import BlockPool
+from bigload.machine.threads.thread_pool import run_jobs
 from bigload.version import __version__
 
 _SOURCE_FACT = "its source (names, sizes or times of writing of files)"

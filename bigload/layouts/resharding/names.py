@@ -67,7 +67,7 @@ def _original_of(checkpoint: Checkpoint) -> Conversion | None:
             f"nothing says what the original tensors of {checkpoint.name} are made of",
             hint=f"install transformers, which knows; folders of reshard --names transformers have {CONVERSION_FILE}",
         )
-    from bigload.conversion.transformers_checkpoints import original_by_transformers
+    from bigload.conversion.with_transformers.checkpoints import original_by_transformers
 
     return _checked(original_by_transformers(checkpoint), checkpoint)
 

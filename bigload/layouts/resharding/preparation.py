@@ -15,9 +15,9 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
 from bigload.checkpoint.formats.registry import GGUF, check_data_is_read
-from bigload.checkpoint.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.checkpoint.model import Checkpoint, TensorInfo, forms_of
 from bigload.checkpoint.pipeline import refuse_pipeline
+from bigload.checkpoint.records.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, stored_in
 from bigload.errors import NotEnoughSpaceError, OptionError, OutputExistsError, WriteError
 from bigload.extras import require
@@ -42,7 +42,7 @@ from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.staging import RESUME, check_output, replaced_folder, staging_folder
 from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.loading.checks import warn_of_whole_files
-from bigload.machine.cache_folder import cache_folder
+from bigload.machine.files.cache_folder import cache_folder
 from bigload.planning.model_parallel.parallel_plan import ParallelPlan
 from bigload.planning.plan import Plan
 from bigload.units import format_size

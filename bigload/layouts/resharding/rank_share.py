@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bigload.checkpoint.byte_source import scheme_of
-from bigload.checkpoint.manifest import FileRecord
+from bigload.checkpoint.records.manifest import FileRecord
 from bigload.errors import ReadError
 from bigload.layouts.choices import Verify
 from bigload.layouts.output import OutputFile
@@ -25,8 +25,8 @@ from bigload.layouts.writing.staging import Staging
 from bigload.layouts.writing.windows import DataRanges
 from bigload.layouts.writing.writer import FileToWrite, PartToWrite, WindowDigests, Writer
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
-from bigload.machine.activities import Recorder
-from bigload.machine.inflight_pool import BlockPool
+from bigload.machine.threads.activities import Recorder
+from bigload.machine.threads.inflight_pool import BlockPool
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from bigload.conversion.arithmetic.ggml_blocks import (
 )
 from bigload.conversion.computed_tensor import ComputedTensor, Operand
 from bigload.conversion.gguf_rules import from_gguf
-from bigload.conversion.transformers_tokenizer import TokenizerUnreadError, tokenizer_files
+from bigload.conversion.with_transformers.tokenizer import TokenizerUnreadError, tokenizer_files
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import OptionError, UnsupportedFormatError
 from bigload.extras import require

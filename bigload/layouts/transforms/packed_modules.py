@@ -12,7 +12,7 @@ from bigload.checkpoint.byte_source import expect_reads, read_range, scheme_of
 from bigload.checkpoint.model import TensorInfo
 from bigload.conversion.arithmetic.transposed_weights import PackedIntegers, TransposedMxfp4
 from bigload.conversion.computed_tensor import MOST_RECENT_BYTES, Operand, Operation, shape_of
-from bigload.machine.activities import NO_RECORDER
+from bigload.machine.threads.activities import NO_RECORDER
 from bigload.units import format_size
 
 _FORMATS = ("gptq", "gptq_v2", "gemm")

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigload.checkpoint.manifest import Manifest
-from bigload.checkpoint.part import PART_FILE
+from bigload.checkpoint.records.manifest import Manifest
+from bigload.checkpoint.records.part import PART_FILE
 from bigload.documents import DocumentError, read_file
 
 _SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")

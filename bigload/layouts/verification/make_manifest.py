@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
-from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.formats.registry import DCP, LegacyFileError, format_of, read_shard_header
 from bigload.checkpoint.index import resolve_shard
-from bigload.checkpoint.manifest import (
+from bigload.checkpoint.model import Checkpoint
+from bigload.checkpoint.records.fingerprint import fingerprint
+from bigload.checkpoint.records.manifest import (
     MANIFEST_FILE,
     STAGING_SUFFIX,
     FileRecord,
@@ -28,7 +29,6 @@ from bigload.checkpoint.manifest import (
     read_manifest,
     read_manifest_file,
 )
-from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.documents import PATH_ERRORS, atomic_file
 from bigload.errors import (
@@ -47,7 +47,7 @@ from bigload.layouts.verification.hub_versions import HubVersion, hub_versions
 from bigload.layouts.verification.stored_pieces import OpenPieces, digest_file, readers_of
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.settings import MAX_THREADS
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.threads.thread_pool import run_jobs
 from bigload.units import counted
 from bigload.version import __version__
 

@@ -18,10 +18,10 @@ from bigload.checkpoint.shard_headers import REMOTE_READS
 from bigload.errors import UnsupportedMethodError
 from bigload.layouts.verification.digests import FileDigest
 from bigload.loading.readers.direct import DirectReader
-from bigload.machine.activities import NO_RECORDER
-from bigload.machine.inflight_pool import BlockPool
-from bigload.machine.page_cache import evict_pages
-from bigload.machine.sparse_files import data_extents
+from bigload.machine.files.page_cache import evict_pages
+from bigload.machine.files.sparse_files import data_extents
+from bigload.machine.threads.activities import NO_RECORDER
+from bigload.machine.threads.inflight_pool import BlockPool
 from bigload.units import MIB
 
 BLOCK_BYTES = 2 * MIB

@@ -17,12 +17,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from bigload.checkpoint.byte_source import address_text, scheme_of
-from bigload.checkpoint.delta import DELTA_FILE, read_delta
 from bigload.checkpoint.formats.registry import DCP, format_of, read_shard_header
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.location import locate
-from bigload.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest, read_manifest_file
 from bigload.checkpoint.model import Span, TensorInfo
+from bigload.checkpoint.records.delta import DELTA_FILE, read_delta
+from bigload.checkpoint.records.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest, read_manifest_file
 from bigload.dtypes import DTYPES
 from bigload.errors import (
     AccessDeniedError,
@@ -39,7 +39,7 @@ from bigload.layouts.verification.digests import FileDigest, ranges_of
 from bigload.layouts.verification.stored_pieces import OpenPieces, digest_file, readers_of
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.settings import MAX_THREADS
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.threads.thread_pool import run_jobs
 from bigload.units import counted
 
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".dat")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from bigload.checkpoint.manifest import FileRecord
+from bigload.checkpoint.records.manifest import FileRecord
 from bigload.errors import BigloadError, DamagedOutputError, ReadError
 from bigload.layouts.output import OutputFile
 from bigload.layouts.verification.digests import FileDigest, InOrderDigest
@@ -18,7 +18,7 @@ from bigload.layouts.writing.output_file_writer import OutputFileWriter
 from bigload.layouts.writing.resume_check import ReusableFile
 from bigload.layouts.writing.windows import Window
 from bigload.loading.progress import Tally
-from bigload.machine.inflight_pool import BlockPool
+from bigload.machine.threads.inflight_pool import BlockPool
 from bigload.units import GIB
 
 NOTE_EVERY_BYTES = GIB

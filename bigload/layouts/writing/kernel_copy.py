@@ -19,7 +19,7 @@ from pathlib import Path
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.layouts.output import DATA_ALIGNMENT, OutputFile, OutputTensor
 from bigload.layouts.writing.windows import DataRanges
-from bigload.machine.file_systems import file_system_of
+from bigload.machine.files.file_systems import file_system_of
 from bigload.units import MIB
 
 _FICLONERANGE = 0x4020940D

@@ -17,8 +17,8 @@ from bigload.checkpoint.byte_source import fill
 from bigload.descriptors import flush_data
 from bigload.errors import BigloadError, ReadError, WriteError
 from bigload.loading.readers.direct import direct_alignment
+from bigload.machine.files.page_cache import evict_pages
 from bigload.machine.libc import libc
-from bigload.machine.page_cache import evict_pages
 
 _libc_fallocate = getattr(libc, "fallocate", None)
 _libc_sync_file_range = getattr(libc, "sync_file_range", None)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from bigload.checkpoint.model import AssembledTensor, TensorInfo, sizes_of
 from bigload.conversion.computed_tensor import ComputedTensor
 from bigload.layouts.output import OutputFile, OutputTensor
-from bigload.loading.schedule import gathers
-from bigload.loading.slices import StridedRange, rows_of
+from bigload.loading.scheduling.schedule import gathers
+from bigload.loading.scheduling.slices import StridedRange, rows_of
 
 
 def bytes_to_read(files: Iterable[OutputFile], stored: Mapping[str, TensorInfo]) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from bigload.checkpoint.byte_source import ByteSource, expect_reads, fill
 from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES
-from bigload.machine.sparse_files import punch_hole
+from bigload.machine.files.sparse_files import punch_hole
 from bigload.units import MIB
 
 RECENT_BYTES = 4 * MIB

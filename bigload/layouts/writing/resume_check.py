@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bigload.checkpoint.manifest import FileRecord
+from bigload.checkpoint.records.manifest import FileRecord
 from bigload.errors import ReadError
 from bigload.layouts.output import OutputFile
 from bigload.layouts.verification.digests import FileDigest
 from bigload.layouts.verification.stored_pieces import Pieces, open_pieces
 from bigload.layouts.writing.journal import FileProgress
 from bigload.loading.progress import Tally
-from bigload.machine.inflight_pool import BlockPool
+from bigload.machine.threads.inflight_pool import BlockPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

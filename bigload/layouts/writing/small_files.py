@@ -9,10 +9,10 @@ from pathlib import Path
 
 import xxhash
 
-from bigload.checkpoint.manifest import FileRecord
+from bigload.checkpoint.records.manifest import FileRecord
 from bigload.errors import DamagedOutputError, ReadError
 from bigload.layouts.writing.output_file_writer import write_errors
-from bigload.machine.page_cache import evict_pages
+from bigload.machine.files.page_cache import evict_pages
 from bigload.units import MIB
 
 _PIECE_BYTES = 4 * MIB

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Self
 
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, scheme_of
-from bigload.checkpoint.fingerprint import changes, fingerprint
 from bigload.checkpoint.model import Checkpoint, Span
+from bigload.checkpoint.records.fingerprint import changes, fingerprint
 from bigload.checkpoint.sources.listings import identities_now
 from bigload.errors import ReadError, StalePlanError
 from bigload.layouts.writing.recent_bytes import RecentBytes, RecentReader
 from bigload.loading.checks import current_fingerprints
 from bigload.loading.readers.direct import CacheFirstReader, direct_alignment
 from bigload.loading.source_pool import MAX_OPEN_FILES, SourcePool
-from bigload.machine.activities import NO_RECORDER
-from bigload.machine.inflight_pool import BlockPool
-from bigload.machine.sparse_files import data_extents
+from bigload.machine.files.sparse_files import data_extents
+from bigload.machine.threads.activities import NO_RECORDER
+from bigload.machine.threads.inflight_pool import BlockPool
 
 
 class SourceFiles:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigload.checkpoint.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
+from bigload.checkpoint.records.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
 from bigload.documents import flush_folder
 from bigload.errors import BigloadError, OutputExistsError, RankError, WriteError
 from bigload.layouts.writing.journal import PREFIX, Journal, JournalState, journal_name, read_progress

@@ -27,8 +27,8 @@ from bigload.dtypes import DTYPES
 from bigload.extras import require
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.source_files import SourceFiles
-from bigload.loading.piece_copies import strided_copies
-from bigload.loading.schedule import (
+from bigload.loading.scheduling.piece_copies import strided_copies
+from bigload.loading.scheduling.schedule import (
     BLOCK_BYTES,
     Delivery,
     DTypeCast,
@@ -38,9 +38,9 @@ from bigload.loading.schedule import (
     requests_for,
     requests_of_copy,
 )
-from bigload.loading.slices import StridedRange, rows_between, source_rows
-from bigload.loading.strided_views import boxes_between, view_parts
-from bigload.machine.activities import NO_RECORDER
+from bigload.loading.scheduling.slices import StridedRange, rows_between, source_rows
+from bigload.loading.scheduling.strided_views import boxes_between, view_parts
+from bigload.machine.threads.activities import NO_RECORDER
 from bigload.units import MIB
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from bigload.conversion.computed_tensor import ComputedTensor
 from bigload.layouts.output import OutputFile, OutputTensor
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES
 from bigload.layouts.writing.window_reader import Portion
-from bigload.loading.slices import StridedRange, rows_of
+from bigload.loading.scheduling.slices import StridedRange, rows_of
 from bigload.units import KIB, MIB
 
 WINDOW_BYTES = 4 * MIB

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import xxhash
 
-from bigload.checkpoint.manifest import FileRecord
 from bigload.checkpoint.model import TensorInfo
+from bigload.checkpoint.records.manifest import FileRecord
 from bigload.checkpoint.sources.range_streams import Shares
 from bigload.errors import RankError
 from bigload.layouts.choices import Verify
@@ -33,10 +33,10 @@ from bigload.layouts.writing.window_reader import WindowReader, first_read
 from bigload.layouts.writing.windows import WINDOW_BYTES, DataRanges, Window, windows
 from bigload.loading.progress import Tally
 from bigload.loading.source_pool import MAX_OPEN_FILES
-from bigload.machine.huge_pages import Buffer, address_of
-from bigload.machine.inflight_pool import BlockPool
 from bigload.machine.libc import libc
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.memory.huge_pages import Buffer, address_of
+from bigload.machine.threads.inflight_pool import BlockPool
+from bigload.machine.threads.thread_pool import run_jobs
 from bigload.units import KIB, MIB
 
 MAX_RUN_BYTES = 64 * MIB

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from bigload.checkpoint.byte_source import OpenFile, PositionalReader, ended_early, read_once
 from bigload.errors import ReadError, UnsupportedMethodError
-from bigload.machine.activities import NO_RECORDER, Phase, Recorder
-from bigload.machine.huge_pages import address_of
-from bigload.machine.inflight_pool import BlockPool
+from bigload.machine.files.page_cache import cached_bytes, cached_pages
 from bigload.machine.libc import libc as _libc
-from bigload.machine.page_cache import cached_bytes, cached_pages
+from bigload.machine.memory.huge_pages import address_of
+from bigload.machine.threads.activities import NO_RECORDER, Phase, Recorder
+from bigload.machine.threads.inflight_pool import BlockPool
 from bigload.units import KIB, MIB
 
 _MIN_IN_PLACE_BYTES = MIB  # less than this is read together with its neighbours: a read is a trip to the disk

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from bigload.checkpoint.byte_source import OpenFile, ended_early, fill
 from bigload.errors import ReadError
-from bigload.machine.activities import NO_RECORDER, Phase, Recorder
-from bigload.machine.huge_pages import address_of, no_memory
 from bigload.machine.libc import MAP_FAILED
 from bigload.machine.libc import libc as _libc
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.memory.huge_pages import address_of, no_memory
+from bigload.machine.threads.activities import NO_RECORDER, Phase, Recorder
+from bigload.machine.threads.thread_pool import run_jobs
 from bigload.units import GIB, MIB
 
 _MADV_POPULATE_READ = 22

@@ -10,12 +10,12 @@ from itertools import chain
 import torch
 
 from bigload.checkpoint.byte_source import ByteSource
-from bigload.loading.schedule import STAGED_BLOCK_BYTES, Destination, DTypeCast, ReadJob, Spread
+from bigload.loading.scheduling.schedule import STAGED_BLOCK_BYTES, Destination, DTypeCast, ReadJob, Spread
+from bigload.loading.scheduling.strided_views import ViewPart
 from bigload.loading.staging.openmp import without_team
-from bigload.loading.strided_views import ViewPart
-from bigload.loading.tensors import MOVED_AS, Memory, spread_dtypes, torch_dtype
-from bigload.machine.activities import Phase, Recorder
-from bigload.machine.huge_pages import Buffer, allocate
+from bigload.loading.tensors.views import MOVED_AS, Memory, spread_dtypes, torch_dtype
+from bigload.machine.memory.huge_pages import Buffer, allocate
+from bigload.machine.threads.activities import Phase, Recorder
 from bigload.units import KIB
 
 Blocks = dict[str, tuple[memoryview, torch.Tensor]]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from bigload.checkpoint.byte_source import ByteSource
-from bigload.loading.schedule import Destination, ReadJob, Spread
+from bigload.loading.scheduling.schedule import Destination, ReadJob, Spread
 from bigload.loading.staging.device_transfers import HostBlock, Transfers
-from bigload.loading.tensors import Memory, spread_dtypes, torch_dtype
+from bigload.loading.tensors.views import Memory, spread_dtypes, torch_dtype
 
 
 class DeviceStager:

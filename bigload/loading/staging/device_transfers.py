@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from bigload.machine.activities import Phase, Recorder
+from bigload.machine.threads.activities import Phase, Recorder
 
 
 class HostBlock:

@@ -14,12 +14,12 @@ from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.conversion.arithmetic.rounded_weights import ScalesOfWeights
 from bigload.conversion.computed_tensor import ComputedTensor, OperandRows
 from bigload.dtypes import DType
-from bigload.loading.slices import Slice, source_rows
+from bigload.loading.scheduling.slices import Slice, source_rows
 from bigload.loading.staging.cpu_stager import Blocks, block_of, bytes_in, cast_into, lent
 from bigload.loading.staging.openmp import without_team
-from bigload.loading.tensors import torch_dtype
-from bigload.machine.huge_pages import allocate
-from bigload.machine.thread_pool import usable_cores
+from bigload.loading.tensors.views import torch_dtype
+from bigload.machine.memory.huge_pages import allocate
+from bigload.machine.threads.thread_pool import usable_cores
 from bigload.units import MIB
 
 STEP_ELEMENTS = 512 * 1024

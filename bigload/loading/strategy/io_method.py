@@ -19,8 +19,8 @@ from typing import NamedTuple
 from bigload.errors import UnsupportedMethodError
 from bigload.loading.readers.direct import direct_alignment
 from bigload.loading.settings import Method
-from bigload.machine.file_systems import file_system_of
-from bigload.machine.page_cache import cached_bytes, probe_cached
+from bigload.machine.files.file_systems import file_system_of
+from bigload.machine.files.page_cache import cached_bytes, probe_cached
 from bigload.units import KIB, MIB, format_size
 
 MIN_DIRECT_BYTES = 256 * MIB

@@ -13,12 +13,12 @@ from bigload.distributed.host_share import HostShare
 from bigload.errors import UnsupportedMethodError
 from bigload.loading.readers.direct import MAX_ALIGNMENT, CacheFirstReader, DirectReader
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.schedule import BLOCK_BYTES, RequestedTensor
+from bigload.loading.scheduling.schedule import BLOCK_BYTES, RequestedTensor
 from bigload.loading.settings import LoadSettings, Method
 from bigload.loading.strategy.io_method import FileRanges, MethodChoice, choose_method
-from bigload.machine.activities import Phase, Recorder
-from bigload.machine.inflight_pool import LENT_BLOCK_BYTES, BlockPool
-from bigload.machine.thread_pool import MAX_DEFAULT_THREADS
+from bigload.machine.threads.activities import Phase, Recorder
+from bigload.machine.threads.inflight_pool import LENT_BLOCK_BYTES, BlockPool
+from bigload.machine.threads.thread_pool import MAX_DEFAULT_THREADS
 from bigload.units import MIB
 
 PARALLEL_BYTES = 64 * MIB

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bigload.devices import Device
 from bigload.machine.accelerators.vendor_tool import PATIENCE_SECONDS, NoAnswerError, ask, failed, installed
-from bigload.machine.detected import DetectedGpus, DetectedMemory
+from bigload.machine.memory.detected import DetectedGpus, DetectedMemory
 from bigload.units import GIB, KIB, MIB
 
 _QUESTIONS = {"amd-smi": ("metric", "--mem-usage", "--json"), "rocm-smi": ("--showmeminfo", "vram", "--json")}

@@ -10,7 +10,7 @@ from bigload.machine.accelerators.intel_gpus import detect_intel_gpus
 from bigload.machine.accelerators.nvidia_gpus import detect_nvidia_gpus
 from bigload.machine.accelerators.torch_accelerators import detect_by_torch
 from bigload.machine.accelerators.vendor_tool import PATIENCE_SECONDS
-from bigload.machine.detected import DetectedGpus
+from bigload.machine.memory.detected import DetectedGpus
 
 
 def detect_gpus(*, environ: Mapping[str, str] = os.environ, patience_seconds: float = PATIENCE_SECONDS) -> DetectedGpus:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from bigload.devices import Device
 from bigload.machine.accelerators.vendor_tool import PATIENCE_SECONDS, NoAnswerError, ask, failed, installed
-from bigload.machine.detected import DetectedGpus, DetectedMemory, UnknownMemory
+from bigload.machine.memory.detected import DetectedGpus, DetectedMemory, UnknownMemory
 
 _TOOL = "xpu-smi"
 

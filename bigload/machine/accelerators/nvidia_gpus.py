@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from bigload.devices import Device
 from bigload.machine.accelerators.mig_slices import MigSlice, read_slices, visible_slice
 from bigload.machine.accelerators.vendor_tool import NoAnswerError, ask, failed, installed
-from bigload.machine.detected import DetectedGpus, DetectedMemory, UnknownMemory
+from bigload.machine.memory.detected import DetectedGpus, DetectedMemory, UnknownMemory
 from bigload.units import MIB
 
 _QUERY = ("--query-gpu=index,uuid,memory.total,memory.free,mig.mode.current,name", "--format=csv,noheader,nounits")

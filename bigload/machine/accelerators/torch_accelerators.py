@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from bigload.devices import Device
-from bigload.machine.detected import DetectedGpus, DetectedMemory, UnknownMemory
+from bigload.machine.memory.detected import DetectedGpus, DetectedMemory, UnknownMemory
 
 _KINDS = ("cuda", "xpu")  # the others share the memory of the host
 

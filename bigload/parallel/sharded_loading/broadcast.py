@@ -1,7 +1,7 @@
 """Broadcast of a checkpoint that rank 0 alone reads: for files that only one host has.
 
 Rank 0 reads and sends rows of tensors in batches, and each process copies its part of them. A batch is described as a
-file that holds those rows, so the arithmetic of `loading/piece_copies.py` finds the part.
+file that holds those rows, so the arithmetic of `loading/scheduling/piece_copies.py` finds the part.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from bigload.conversion.conversion import Conversion
 from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.dtypes import DTYPES
 from bigload.errors import RankError
-from bigload.loading.piece_copies import ShardSpec, strided_copies, whole_spec
+from bigload.loading.scheduling.piece_copies import ShardSpec, strided_copies, whole_spec
 from bigload.loading.settings import LoadSettings
 from bigload.loading.strategy.read_strategy import ReadStrategy
-from bigload.loading.tensors import torch_dtype
+from bigload.loading.tensors.views import torch_dtype
 from bigload.parallel.sharded_loading.local_reads import fill_local
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor, copy_runs, local_tensors
 from bigload.units import MIB

@@ -19,13 +19,13 @@ import torch
 from bigload.checkpoint.byte_source import ByteSource, expect_reads, read_strided, scheme_of
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
-from bigload.loading.piece_copies import StridedCopy
-from bigload.loading.schedule import CPU
+from bigload.loading.scheduling.piece_copies import StridedCopy
+from bigload.loading.scheduling.schedule import CPU
 from bigload.loading.source_pool import MAX_OPEN_FILES, opened_sources
-from bigload.loading.tensors import torch_dtype
-from bigload.machine.activities import NO_RECORDER
-from bigload.machine.inflight_pool import InflightPool
-from bigload.machine.thread_pool import run_jobs
+from bigload.loading.tensors.views import torch_dtype
+from bigload.machine.threads.activities import NO_RECORDER
+from bigload.machine.threads.inflight_pool import InflightPool
+from bigload.machine.threads.thread_pool import run_jobs
 from bigload.parallel.sharded_loading.local_tensors import LocalTensor, copy_runs
 from bigload.units import MIB
 

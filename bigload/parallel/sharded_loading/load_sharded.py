@@ -18,12 +18,12 @@ from bigload.distributed.process_group import ProcessGroup, run_on_all_ranks
 from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.errors import OptionError, UnknownTensorError, UnsupportedDTypeError
 from bigload.layouts.kinds.rank_slices import RanksFolder
-from bigload.loading.assign import Assignment
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.settings import Method, settings
 from bigload.loading.staging.accelerators import check_present
 from bigload.loading.strategy.read_strategy import ReadStrategy
-from bigload.loading.tensors import parsed_dtype, torch_dtype
+from bigload.loading.tensors.assign import Assignment
+from bigload.loading.tensors.views import parsed_dtype, torch_dtype
 from bigload.parallel.sharded_loading.agreement import check_agreement
 from bigload.parallel.sharded_loading.broadcast import broadcast_tensors, stored_from_json, stored_to_json
 from bigload.parallel.sharded_loading.local_model import ModelPart, assign_local, check_parts

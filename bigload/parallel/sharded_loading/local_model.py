@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from bigload.checkpoint.model import AssembledTensor
 from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import OptionError, StateDictMismatchError, abridged
-from bigload.loading.assign import Assignment, compare, replace_tensor, tensor_named
-from bigload.loading.piece_copies import ShardSpec, spec_shape, whole_spec
-from bigload.loading.schedule import CPU, RequestedTensor
+from bigload.loading.scheduling.piece_copies import ShardSpec, spec_shape, whole_spec
+from bigload.loading.scheduling.schedule import CPU, RequestedTensor
 from bigload.loading.staging.accelerators import check_present
-from bigload.loading.tensors import check_dtypes, dtype_of
+from bigload.loading.tensors.assign import Assignment, compare, replace_tensor, tensor_named
+from bigload.loading.tensors.views import check_dtypes, dtype_of
 from bigload.parallel.sharded_loading.agreement import HostPeers
 from bigload.parallel.sharded_loading.local_tensors import LocalPart, LocalTensor
 from bigload.parallel.sharded_loading.shard_spec import (

@@ -11,9 +11,9 @@ from itertools import groupby
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
 from bigload.dtypes import DTYPES, parse_dtype
 from bigload.loading.buffers import fill_buffers
-from bigload.loading.piece_copies import StridedCopy, strided_copies
 from bigload.loading.progress import ignore_progress
-from bigload.loading.schedule import (
+from bigload.loading.scheduling.piece_copies import StridedCopy, strided_copies
+from bigload.loading.scheduling.schedule import (
     CPU,
     BufferSpec,
     Delivery,
@@ -24,10 +24,10 @@ from bigload.loading.schedule import (
     jobs_of,
     requests_for,
 )
+from bigload.loading.scheduling.slices import StridedRange
 from bigload.loading.settings import LoadSettings, Method
-from bigload.loading.slices import StridedRange
 from bigload.loading.strategy.read_strategy import PARALLEL_BYTES, ReadStrategy, choose_strategy, usual_threads
-from bigload.machine.activities import Recorder
+from bigload.machine.threads.activities import Recorder
 from bigload.parallel.sharded_loading.column_reads import read_columns
 from bigload.parallel.sharded_loading.local_tensors import LocalTensor
 from bigload.units import KIB

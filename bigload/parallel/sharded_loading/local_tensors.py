@@ -10,11 +10,11 @@ import torch
 
 from bigload.checkpoint.model import AssembledTensor
 from bigload.loading.checks import check_ram
-from bigload.loading.piece_copies import ShardSpec, StridedCopy, spec_shape
-from bigload.loading.schedule import ALIGNMENT, CPU
+from bigload.loading.scheduling.piece_copies import ShardSpec, StridedCopy, spec_shape
+from bigload.loading.scheduling.schedule import ALIGNMENT, CPU
 from bigload.loading.staging.accelerators import take_memory
-from bigload.loading.tensors import Memory, bytes_of, torch_dtype
-from bigload.machine.huge_pages import allocate, use_huge_pages
+from bigload.loading.tensors.views import Memory, bytes_of, torch_dtype
+from bigload.machine.memory.huge_pages import allocate, use_huge_pages
 from bigload.units import KIB
 
 _MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bigload.errors import OptionError
-from bigload.loading.piece_copies import ShardSpec, whole_spec
+from bigload.loading.scheduling.piece_copies import ShardSpec, whole_spec
 from bigload.planning.tensor_parallel.division import Division, Range
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.errors import PartitionError
-from bigload.loading.tensors import dtype_of
+from bigload.loading.tensors.views import dtype_of
 from bigload.parallel.tensor_parallel.layer_kinds import LayerKind, layer_kind
 from bigload.parallel.tensor_parallel.plan import PartialPlan
 from bigload.planning.model.config import ModelConfig

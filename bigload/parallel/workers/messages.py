@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from bigload.loading.tensors import bytes_of
+from bigload.loading.tensors.views import bytes_of
 
 PersistentId = Callable[[object], object | None]
 """Returns the id, made of builtins alone, of a value that stays where it is; `None` for values to pickle."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.tensors import bytes_of
+from bigload.loading.tensors.views import bytes_of
 
 _ALIGNMENT = 64
 _MAX_WRITE_BYTES = 1 << 30

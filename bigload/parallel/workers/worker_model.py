@@ -16,8 +16,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # which t
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from bigload.loading.tensors import bytes_of
-from bigload.machine.process_memory import resident_memory, trim_heap
+from bigload.loading.tensors.views import bytes_of
+from bigload.machine.memory.process_memory import resident_memory, trim_heap
 from bigload.parallel.workers.call_settings import apply_settings
 from bigload.parallel.workers.messages import pack, unpack
 from bigload.parallel.workers.requests import Arguments, Call, CallResult, Start, WorkerMemory, WorkerReport

@@ -16,8 +16,8 @@ from bigload.errors import OptionError
 from bigload.planning.budget.limit_specs import LimitSpec, limit_specs_of, parse_limit_words
 
 if TYPE_CHECKING:
-    from bigload.machine.detected import DetectedMemory
     from bigload.machine.machine import Machine
+    from bigload.machine.memory.detected import DetectedMemory
 
 MaxMemory = (
     Mapping[str, str | int]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from bigload.devices import CPU, DISK, Device
 from bigload.errors import OptionError
-from bigload.machine.detected import DetectedGpus, DetectedMemory
 from bigload.machine.machine import Machine
+from bigload.machine.memory.detected import DetectedGpus, DetectedMemory
 from bigload.planning.budget.limit_specs import LimitSpec
 
 

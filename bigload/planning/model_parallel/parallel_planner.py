@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Unpack
 
-from bigload.checkpoint.fingerprint import fingerprint
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.quantisation import quantisation_of
+from bigload.checkpoint.records.fingerprint import fingerprint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import DoesNotFitError, OptionError
 from bigload.planning.advice import rounded, written

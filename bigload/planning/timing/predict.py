@@ -9,7 +9,7 @@ from typing import Literal
 from bigload.devices import CPU, DISK
 from bigload.dtypes import DType
 from bigload.errors import OptionError
-from bigload.machine.machine_profile import LAUNCHED_MATRICES, DeviceProfile, MachineProfile
+from bigload.machine.profiles.machine_profile import LAUNCHED_MATRICES, DeviceProfile, MachineProfile
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.plan import Plan, duration
 from bigload.planning.timing.pipeline import Step, Work, simulate

@@ -15,7 +15,7 @@ from torch import nn
 
 from bigload.devices import Device
 from bigload.errors import OptionError
-from bigload.machine.memory import available_memory
+from bigload.machine.memory.ram import available_memory
 from bigload.runtime.device_map.module_sizes import (
     DTypeLike,
     Size,

@@ -13,15 +13,15 @@ from torch import nn
 
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, StoredTensor
 from bigload.checkpoint.quantisation import WeightInParts
-from bigload.checkpoint.recorded_digests import RecordedDigests
+from bigload.checkpoint.records.recorded_digests import RecordedDigests
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.dtypes import DType
 from bigload.errors import InvalidCheckpointError, LegacyPickleError, Problem
-from bigload.loading.legacy_torch import as_checkpoint, as_requested, load_legacy, tensor_of
 from bigload.loading.load import load_selected
+from bigload.loading.scheduling.slices import Slice
 from bigload.loading.selection import select
 from bigload.loading.settings import Method
-from bigload.loading.slices import Slice
+from bigload.loading.tensors.legacy_torch import as_checkpoint, as_requested, load_legacy, tensor_of
 from bigload.planning import load_dtype
 from bigload.planning.plan import Plan
 from bigload.planning.plan_file import PLAN_FILE, is_plan, open_planned, read_plan

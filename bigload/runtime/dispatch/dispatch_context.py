@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bigload.conversion.transformers_models import is_of_transformers
+from bigload.conversion.with_transformers.models import is_of_transformers
 from bigload.errors import DispatchedModelError
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.checks import check_devices_present

@@ -22,10 +22,10 @@ from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.model import Checkpoint, StoredTensor
 from bigload.dtypes import DType
 from bigload.errors import OptionError
-from bigload.loading.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
-from bigload.loading.assign import Assignment, tensor_named
 from bigload.loading.memory_errors import memory_errors
-from bigload.loading.tensors import dtype_of, parsed_dtype, torch_dtype
+from bigload.loading.tensors.absent_weights import LOAD_OR_DISPATCH, NOT_LOADED, mark_absent
+from bigload.loading.tensors.assign import Assignment, tensor_named
+from bigload.loading.tensors.views import dtype_of, parsed_dtype, torch_dtype
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.blocks import DeviceMap, device_of, is_covered, resolved_device, runs_on
 from bigload.runtime.device_map.checks import check_devices_present

@@ -11,8 +11,8 @@ from torch import nn
 
 from bigload.checkpoint.model import StoredTensor
 from bigload.dtypes import DType
-from bigload.loading.assign import tensor_named
-from bigload.loading.slices import Slice
+from bigload.loading.scheduling.slices import Slice
+from bigload.loading.tensors.assign import tensor_named
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
 from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
 from bigload.units import MIB

@@ -13,7 +13,7 @@ from torch import nn
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.quantisation import quantisation_of, unpacks_weights
 from bigload.errors import abridged
-from bigload.loading.assign import Comparison, compare, tensor_named
+from bigload.loading.tensors.assign import Comparison, compare, tensor_named
 from bigload.planning.plan import Plan
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
 from bigload.runtime.dispatch.packed_weights import PackedParameter, packed_parameters_of

@@ -15,10 +15,10 @@ from bigload.checkpoint.model import Checkpoint, StoredTensor
 from bigload.checkpoint.quantisation import WeightInParts, weights_in_parts
 from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.conversion.conversion import as_stored
-from bigload.conversion.transformers_models import is_of_transformers, names_in_model
+from bigload.conversion.with_transformers.models import is_of_transformers, names_in_model
 from bigload.errors import LoadError, StateDictMismatchError, abridged
 from bigload.extras import require
-from bigload.loading.tensors import torch_dtype, torch_shape
+from bigload.loading.tensors.views import torch_dtype, torch_shape
 from bigload.runtime.modules.packed_tensors import is_of_bitsandbytes, parts_of, repacked
 from bigload.runtime.modules.tensor_slots import TensorSlot, assign
 from bigload.units import counted

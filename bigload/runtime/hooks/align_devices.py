@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from bigload.errors import AbsentWeightError, StateDictMismatchError
-from bigload.loading.absent_weights import Absence, absent, form_of
+from bigload.loading.tensors.absent_weights import Absence, absent, form_of
 from bigload.runtime.hooks.forward_state import ForwardState
 from bigload.runtime.hooks.hooks import ModelHook, eager, hooks_of, within
 from bigload.runtime.hooks.refusals import refuse_gradients, refuse_loading

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bigload.errors import LoadError
-from bigload.loading.absent_weights import AbsentParameter
+from bigload.loading.tensors.absent_weights import AbsentParameter
 from bigload.runtime.modules.packed_tensors import is_of_bitsandbytes, is_packed, moved
 
 DeviceLike = int | str | torch.device

@@ -13,14 +13,14 @@ from bigload.checkpoint.model import AssembledTensor
 from bigload.errors import ReadError
 from bigload.loading.checks import signature
 from bigload.loading.engine import read
-from bigload.loading.schedule import CPU, RequestedTensor, schedule_reads
+from bigload.loading.scheduling.schedule import CPU, RequestedTensor, schedule_reads
 from bigload.loading.settings import settings
 from bigload.loading.source_pool import opened_sources
 from bigload.loading.staging.cpu_stager import HostStager
 from bigload.loading.strategy.read_strategy import usual_threads
-from bigload.loading.tensors import as_tensors, dtype_of
-from bigload.machine.activities import NO_RECORDER
-from bigload.machine.huge_pages import allocate
+from bigload.loading.tensors.views import as_tensors, dtype_of
+from bigload.machine.memory.huge_pages import allocate
+from bigload.machine.threads.activities import NO_RECORDER
 
 Signature = tuple[int, int, int] | None
 

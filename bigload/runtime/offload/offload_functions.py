@@ -13,8 +13,8 @@ import torch
 
 from bigload.errors import OptionError
 from bigload.layouts.formats.dat import Entry
-from bigload.loading.tensors import torch_dtype
-from bigload.machine.huge_pages import allocate
+from bigload.loading.tensors.views import torch_dtype
+from bigload.machine.memory.huge_pages import allocate
 from bigload.runtime.modules.module_names import prefixes
 from bigload.runtime.modules.module_tensors import data_address
 from bigload.runtime.offload.offload_writer import (

@@ -38,7 +38,7 @@ from bigload.layouts.formats.dat import (
 )
 from bigload.layouts.formats.offload_reader import IndexReading, read_dat_index
 from bigload.loading.checks import signature
-from bigload.loading.tensors import bytes_of
+from bigload.loading.tensors.views import bytes_of
 from bigload.runtime.modules.module_tensors import data_address
 from bigload.runtime.offload.assembled_weights import Signature
 from bigload.units import MIB

@@ -12,8 +12,8 @@ from bigload.errors import CheckpointNotFoundError, InvalidCheckpointError, Prob
 from bigload.layouts.formats.dat import DAT_INDEX, DAT_SUFFIX, Entry
 from bigload.layouts.formats.offload_reader import FileHeader, IndexReading
 from bigload.loading.checks import signature
-from bigload.loading.schedule import RequestedTensor
-from bigload.loading.tensors import check_dtypes, torch_dtype
+from bigload.loading.scheduling.schedule import RequestedTensor
+from bigload.loading.tensors.views import check_dtypes, torch_dtype
 from bigload.runtime.offload.assembled_weights import Signature
 from bigload.runtime.offload.offload_writer import StrPath, index_of
 from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles

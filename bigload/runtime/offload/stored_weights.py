@@ -32,10 +32,10 @@ from bigload.layouts.formats.offload_reader import OffloadFolder, aliases_in
 from bigload.layouts.kinds.aliases import absent_names
 from bigload.loading.checks import check_unchanged, signature
 from bigload.loading.readers.mapped import MappedFile, advise_huge_pages, populate_pages
-from bigload.loading.schedule import RequestedTensor
-from bigload.loading.tensors import check_dtypes, parsed_dtype, torch_dtype, torch_shape
-from bigload.machine.huge_pages import HUGE_PAGE_BYTES, no_memory
-from bigload.machine.page_cache import cached_bytes, drop_cached_pages
+from bigload.loading.scheduling.schedule import RequestedTensor
+from bigload.loading.tensors.views import check_dtypes, parsed_dtype, torch_dtype, torch_shape
+from bigload.machine.files.page_cache import cached_bytes, drop_cached_pages
+from bigload.machine.memory.huge_pages import HUGE_PAGE_BYTES, no_memory
 from bigload.planning.load_dtype import loaded_dtype
 from bigload.runtime.offload.assembled_weights import AssembledWeight, Signature, WeightFile, changed
 

@@ -12,7 +12,7 @@ import torch
 
 from bigload.checkpoint.model import AssembledTensor, TensorInfo
 from bigload.layouts.formats.dat import Entry, entry_of
-from bigload.loading.rows import row_of
+from bigload.loading.scheduling.rows import row_of
 from bigload.runtime.offload.assembled_weights import AssembledWeight
 from bigload.runtime.offload.stored_weights import FileWeight, MappedFiles
 

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bigload.loading.absent_weights import AbsentParameter, absent, form_of
+from bigload.loading.tensors.absent_weights import AbsentParameter, absent, form_of
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
 from bigload.runtime.modules.tensor_slots import TensorSlot
 from bigload.runtime.offload.weight_sources import MemoryWeight, WeightSource, row_of_source, source_of
-from bigload.runtime.streaming.mapped_weights import is_in_place
 from bigload.runtime.streaming.streamed_block import BlockOwner, StreamedBlock
-from bigload.runtime.streaming.supply import Supply
+from bigload.runtime.streaming.supplies.mapped_weights import is_in_place
+from bigload.runtime.streaming.supplies.supply import Supply
 from bigload.runtime.streaming.weights import Weight
 
 _OF_TRANSFORMERS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")

@@ -13,8 +13,8 @@ from torch import nn
 from bigload.runtime.hooks.align_devices import AlignDevicesHook
 from bigload.runtime.hooks.hooks import calls_hook, hooks_of
 from bigload.runtime.modules.tensor_slots import TensorSlot
-from bigload.runtime.streaming.mapped_weights import MappedSupply
-from bigload.runtime.streaming.supply import Supply
+from bigload.runtime.streaming.supplies.mapped_weights import MappedSupply
+from bigload.runtime.streaming.supplies.supply import Supply
 from bigload.runtime.streaming.weights import PackedWeight, Weight, offloaded_weights
 
 

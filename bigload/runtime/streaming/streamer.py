@@ -25,8 +25,8 @@ from bigload.runtime.streaming.run_log import RunLog, RunStats
 from bigload.runtime.streaming.run_order import RunOrder
 from bigload.runtime.streaming.streamed_block import Residency, StreamedBlock
 from bigload.runtime.streaming.streaming_limits import StreamingLimits, StreamOptions, chosen_evenly, limits_for
-from bigload.runtime.streaming.supply import Supply
-from bigload.runtime.streaming.supply_factory import SupplyFactory
+from bigload.runtime.streaming.supplies.supply import Supply
+from bigload.runtime.streaming.supplies.supply_factory import SupplyFactory
 from bigload.runtime.streaming.weights import Weight
 
 _NOTHING = StreamingLimits(

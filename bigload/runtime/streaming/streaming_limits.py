@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from bigload.machine.memory import available_memory
+from bigload.machine.memory.ram import available_memory
 from bigload.planning.expert_stats import ExpertStats
 from bigload.planning.timing.residency import places_evenly, room_for_pages
 from bigload.runtime.device_map.module_sizes import convert_file_size_to_int

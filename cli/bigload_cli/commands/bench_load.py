@@ -19,7 +19,7 @@ from bigload_cli.options import (
 )
 
 if TYPE_CHECKING:
-    from bigload.bench.report import BenchReport
+    from bigload.bench.results.report import BenchReport
 
 EPILOG = """\b
 Examples:
@@ -87,7 +87,7 @@ def bench_load(
 
     counts, ways = thread_counts(threads), methods(method)
     inflight = None if max_inflight is None else size_option("--max-inflight", max_inflight)
-    from bigload.bench.result_marks import MADE_BY_BENCH_LOAD
+    from bigload.bench.results.result_marks import MADE_BY_BENCH_LOAD
     from bigload_cli.result_files import check_results, say_written
 
     check_picture(plot)
@@ -154,7 +154,7 @@ def write_files(
     """Write the result files that were asked for and return their paths."""
     import json
 
-    from bigload.bench.chrome_trace import load_trace
+    from bigload.bench.results.chrome_trace import load_trace
     from bigload_cli.result_files import write_results
     from bigload_cli.views import bench_markdown, bench_plot
 
@@ -172,7 +172,7 @@ def _show(report: BenchReport, *, name: str, as_json: bool, quiet: bool, color: 
     from bigload_cli import output
 
     if as_json:
-        from bigload.bench.document import bench_document
+        from bigload.bench.results.document import bench_document
 
         output.print_json(bench_document(report))
     elif quiet:

@@ -150,7 +150,7 @@ def _run(prepared: PreparedFetch, *, yes: bool, quiet: bool) -> FetchReport:
 
 
 def _deliver(prepared: PreparedFetch, report: FetchReport | None, *, as_json: bool, quiet: bool) -> None:
-    from bigload.machine.process_memory import peak_bytes
+    from bigload.machine.memory.process_memory import peak_bytes
     from bigload_cli import output
     from bigload_cli.views import fetch as view
 

@@ -50,9 +50,9 @@ def measure(
     """
     import json
 
-    from bigload.bench.measure import FULL, QUICK, measure_machine
-    from bigload.machine.machine_profile import SCHEMA
-    from bigload.machine.profile_cache import keep_profile
+    from bigload.bench.rates.measure import FULL, QUICK, measure_machine
+    from bigload.machine.profiles.machine_profile import SCHEMA
+    from bigload.machine.profiles.profile_cache import keep_profile
     from bigload.plain_text import printable
     from bigload_cli import output
     from bigload_cli.result_files import check_results, is_stdout, say_written, write_results

@@ -331,7 +331,7 @@ def _deliver(
         else:
             write_plan(made.plan, out)
     if html is not None:
-        from bigload_cli.views.html_report import write_report
+        from bigload_cli.views.plan_page.html_report import write_report
 
         profile = machine.counted if machine is not None and prediction is not None else None
         write_report(made, html, plan_file=None if is_stdout(out) else out, prediction=prediction, profile=profile)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bigload.checkpoint.model import Checkpoint
-    from bigload.machine.machine_profile import MachineProfile
+    from bigload.machine.profiles.machine_profile import MachineProfile
     from bigload.planning.budget.budget import MemoryBudget
     from bigload.planning.model.structure import ModelStructure
     from bigload.planning.options import PlanOptions
@@ -93,7 +93,7 @@ def predictor(
     if profile is not None and measure:
         raise typer.BadParameter("--profile and --measure are two machines; leave one out")
     if profile is not None:
-        from bigload.machine.profile_cache import profile_named
+        from bigload.machine.profiles.profile_cache import profile_named
 
         found, is_here = profile_named(profile), False
     else:
@@ -101,7 +101,7 @@ def predictor(
         if kept is None:
             return None
         found, is_here = kept, True
-    from bigload.machine.memory import available_memory
+    from bigload.machine.memory.ram import available_memory
     from bigload.planning.timing.predict import with_bandwidth
 
     found = with_bandwidth(found, disk=disk_bandwidth, link=link_bandwidth)
@@ -110,8 +110,8 @@ def predictor(
 
 def _of_this_machine(path: str, *, measure: bool, quiet: bool) -> MachineProfile | None:
     if measure:
-        from bigload.bench.measure import measure_machine
-        from bigload.machine.profile_cache import keep_profile
+        from bigload.bench.rates.measure import measure_machine
+        from bigload.machine.profiles.profile_cache import keep_profile
         from bigload.plain_text import printable
         from bigload_cli import output
 
@@ -124,7 +124,7 @@ def _of_this_machine(path: str, *, measure: bool, quiet: bool) -> MachineProfile
         if found.is_disturbed:
             output.say("warning: the profile is for this plan only: measure again when the machine is idle")
         return found.profile
-    from bigload.machine.profile_cache import cached_profile, profiles_folder
+    from bigload.machine.profiles.profile_cache import cached_profile, profiles_folder
 
     if not profiles_folder().exists() or not Path(path).exists():  # nothing was measured, or it is not here
         return None

@@ -318,7 +318,7 @@ def _run(prepared: PreparedReshard, on_progress: OnProgress, team: ProcessGroup)
 
 
 def _deliver(prepared: PreparedReshard, report: ReshardReport | None, *, as_json: bool, quiet: bool) -> None:
-    from bigload.machine.process_memory import peak_bytes
+    from bigload.machine.memory.process_memory import peak_bytes
     from bigload_cli import output
 
     peak = peak_bytes()

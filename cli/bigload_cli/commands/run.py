@@ -242,7 +242,7 @@ def _refuse(contradictions: Mapping[str, object]) -> None:
 
 def _check_results(trace: Path | None, experts: Path | None, *, has_answer: bool) -> bool:
     """Check the result files; return whether one is the answer on stdout."""
-    from bigload.bench.result_marks import MADE_BY_RUN
+    from bigload.bench.results.result_marks import MADE_BY_RUN
     from bigload.planning.expert_stats import SCHEMA
 
     answers_on_stdout([trace, experts], as_json=has_answer)
@@ -311,7 +311,7 @@ def _planned(
 
 def _expected(checkpoint: Checkpoint, made: Plan | None, session: Answering) -> _Expected:
     """Return the prediction of `made` for the first prompt, where this machine was measured, and what it hangs on."""
-    from bigload.machine.page_cache import cached_fraction
+    from bigload.machine.files.page_cache import cached_fraction
     from bigload.planning.model.structure import read_structure
     from bigload_cli.commands.predictions import predictor
 
@@ -330,7 +330,7 @@ def _write(session: Answering, trace: Path | None, experts: Path | None) -> list
     """Write the trace and the record of experts; return the paths."""
     import json
 
-    from bigload.bench.chrome_trace import run_trace
+    from bigload.bench.results.chrome_trace import run_trace
     from bigload.planning.expert_stats import ExpertStats
 
     if trace is None and experts is None:

@@ -51,7 +51,7 @@ def verify(
     from bigload.errors import DamagedOutputError
     from bigload.layouts.verification.verify import Level
     from bigload.layouts.verification.verify import verify as compare
-    from bigload.machine.process_memory import peak_bytes
+    from bigload.machine.memory.process_memory import peak_bytes
     from bigload.plain_text import printable
     from bigload_cli import output
     from bigload_cli.failures import AnsweredError

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.raw_limit import RawKind
-from bigload.bench.recommendation import Recommendation, best_of
-from bigload.bench.report import BenchReport, RawResult, StrategyResult
+from bigload.bench.results.recommendation import Recommendation, best_of
+from bigload.bench.results.report import BenchReport, RawResult, StrategyResult
+from bigload.bench.results.statistics import summarize
 from bigload.bench.runner import Measured
-from bigload.bench.statistics import summarize
 from bigload.loading.settings import Method
 from bigload.plain_text import PlainTable, Styled, printable
 from bigload.units import GIB, MIB, counted, format_size

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bigload.bench.report import BenchReport
-from bigload.bench.result_marks import MADE_BY_BENCH_LOAD as MADE_BY
+from bigload.bench.results.report import BenchReport
+from bigload.bench.results.result_marks import MADE_BY_BENCH_LOAD as MADE_BY
 from bigload.bench.runner import Measured
 from bigload.plain_text import printable
 from bigload_cli.views import bench_load as view

@@ -9,9 +9,9 @@ import io
 from dataclasses import dataclass
 
 from bigload.bench.raw_limit import RawKind
-from bigload.bench.report import BenchReport
-from bigload.bench.result_marks import MADE_BY_BENCH_LOAD as MADE_BY
-from bigload.bench.statistics import Summary
+from bigload.bench.results.report import BenchReport
+from bigload.bench.results.result_marks import MADE_BY_BENCH_LOAD as MADE_BY
+from bigload.bench.results.statistics import Summary
 from bigload.units import GIB
 from bigload_cli.views import bench_load as view
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.layouts.fetching.fetch import FetchReport, PreparedFetch
 from bigload.layouts.writing.staging import leftover, staging_folder
 from bigload.plain_text import printable

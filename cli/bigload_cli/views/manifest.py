@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bigload.checkpoint.manifest import DIGEST
+from bigload.checkpoint.records.manifest import DIGEST
 from bigload.layouts.verification.make_manifest import ManifestReport
 from bigload.units import counted, format_rate, format_size
 

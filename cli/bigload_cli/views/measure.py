@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bigload.machine.machine_profile import DeviceProfile, MachineProfile
+from bigload.machine.profiles.machine_profile import DeviceProfile, MachineProfile
 from bigload.plain_text import PlainTable
 from bigload.units import format_size
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.errors import abridged
 from bigload.layouts.choices import OffloadFormat, Verify
 from bigload.layouts.kinds.registry import LAYOUTS, layout_named

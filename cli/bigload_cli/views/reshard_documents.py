@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bigload.checkpoint.byte_source import address_text
-from bigload.checkpoint.manifest import DIGEST, MANIFEST_FILE
+from bigload.checkpoint.records.manifest import DIGEST, MANIFEST_FILE
 from bigload.layouts.resharding.preparation import PreparedReshard
 from bigload.layouts.resharding.reshard import ReshardReport
 from bigload.layouts.resharding.selection import recorded_options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from bigload.checkpoint.manifest import DIGEST, FileRecord
+from bigload.checkpoint.records.manifest import DIGEST, FileRecord
 from bigload.layouts.verification.verify import Level, VerifyReport
 from bigload.units import counted, format_rate, format_size
 from bigload_cli.views.reshard import SPARSE

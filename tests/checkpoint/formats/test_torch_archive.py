@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
-from bigload.checkpoint.fingerprint import changes, current_fingerprint, fingerprint, of_shard
+from bigload.checkpoint.records.fingerprint import changes, current_fingerprint, fingerprint, of_shard
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import CheckpointError, InvalidCheckpointError, LegacyPickleError
-from bigload.loading.tensors import torch_dtype, torch_shape
+from bigload.loading.tensors.views import torch_dtype, torch_shape
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),

@@ -4,7 +4,7 @@ import pytest
 
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.sources import http
-from bigload.machine.activities import NO_RECORDER
+from bigload.machine.threads.activities import NO_RECORDER
 from hub_server import served_hub
 
 

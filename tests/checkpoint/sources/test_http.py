@@ -15,7 +15,7 @@ from bigload.checkpoint.sources.ranged_source import MAX_FRUITLESS_TRIES
 from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.errors import AccessDeniedError, CheckpointError, CheckpointNotFoundError, ReadError
 from bigload.loading.load import load
-from bigload.machine.activities import NO_RECORDER, Phase, Recorder
+from bigload.machine.threads.activities import NO_RECORDER, Phase, Recorder
 from builders import make_checkpoint
 
 CONTENT = random.Random(7).randbytes(300_000)

@@ -15,7 +15,7 @@ from bigload.checkpoint.sources import hub as hub_source
 from bigload.checkpoint.sources.hub import HubAddress, parse_address
 from bigload.checkpoint.sources.small_reads import cache_folder
 from bigload.errors import AccessDeniedError, CheckpointError, CheckpointNotFoundError, ReadError, StalePlanError
-from bigload.machine.activities import NO_RECORDER
+from bigload.machine.threads.activities import NO_RECORDER
 from bigload.planning.plan_file import open_planned, plan_from_json, plan_to_json
 from builders import make_checkpoint
 

@@ -9,8 +9,8 @@ import pytest
 from bigload.checkpoint.byte_source import expect_reads, scheme_of
 from bigload.checkpoint.sources.range_streams import LEAST_STREAM_BYTES, MAX_GAP_BYTES, MAX_STREAMS_OF_THREAD, Shares
 from bigload.errors import ReadError
-from bigload.machine.activities import NO_RECORDER
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.threads.activities import NO_RECORDER
+from bigload.machine.threads.thread_pool import run_jobs
 from bigload.units import MIB
 
 CONTENT = random.Random(3).randbytes(4 * MIB)

@@ -14,8 +14,8 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.checkpoint.sources import whole_files
 from bigload.checkpoint.sources.ranged_source import MAX_FRUITLESS_TRIES
 from bigload.errors import ReadError
-from bigload.machine.activities import NO_RECORDER
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.threads.activities import NO_RECORDER
+from bigload.machine.threads.thread_pool import run_jobs
 from bigload.units import KIB, MIB
 from builders import make_checkpoint, open_descriptors, write_raw
 from hub_server import Fault

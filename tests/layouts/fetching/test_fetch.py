@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import bigload
-from bigload.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from bigload.checkpoint.part import PART_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE, read_manifest
+from bigload.checkpoint.records.part import PART_FILE
 from bigload.checkpoint.source import open_checkpoint
 from bigload.checkpoint.sources import hub
 from bigload.errors import (
@@ -29,7 +29,7 @@ from bigload.errors import (
 from bigload.layouts.fetching.fetch import prepare_fetch
 from bigload.layouts.fetching.options import FetchOptions
 from bigload.layouts.resharding import preparation
-from bigload.machine.cache_folder import cache_folder
+from bigload.machine.files.cache_folder import cache_folder
 from builders import contents
 
 

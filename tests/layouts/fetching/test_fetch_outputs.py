@@ -11,7 +11,7 @@ import pytest
 
 import bigload
 from bigload.errors import NotEnoughSpaceError, OutputExistsError, WriteError
-from bigload.machine.cache_folder import cache_folder
+from bigload.machine.files.cache_folder import cache_folder
 from bigload.units import KIB, MIB
 from builders import contents, make_checkpoint
 from hub_server import CHUNK_BYTES

@@ -13,7 +13,7 @@ from plain_server import PIECE_BYTES, served_plainly
 
 import bigload
 from bigload.checkpoint.byte_source import WholeFilesWarning
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.layouts.fetching.fetch import FetchOptions, prepare_fetch
 from bigload.layouts.writing.journal import read_progress
 from builders import contents, make_checkpoint

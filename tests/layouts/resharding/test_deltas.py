@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 
 import bigload
-from bigload.checkpoint.delta import DELTA_FILE
+from bigload.checkpoint.records.delta import DELTA_FILE
 from bigload.errors import DamagedOutputError, InvalidCheckpointError, ManifestNotFoundError, OptionError
 
 CONFIG = '{"model_type": "x"}'

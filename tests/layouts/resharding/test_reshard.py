@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import bigload
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.errors import (
     DamagedOutputError,
     InvalidPlanError,

@@ -13,7 +13,7 @@ import pytest
 
 import bigload
 import make as fixtures
-from bigload.checkpoint.manifest import read_manifest
+from bigload.checkpoint.records.manifest import read_manifest
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.resharding.preparation import prepare_reshard
 from bigload.layouts.resharding.reshard import reshard, run_reshard
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 RESHARD = """
 import json, sys
-from bigload.machine.process_memory import peak_bytes  # VmHWM: ru_maxrss is inherited from the starter
+from bigload.machine.memory.process_memory import peak_bytes  # VmHWM: ru_maxrss is inherited from the starter
 from bigload.layouts.resharding.reshard import reshard
 
 report = reshard(sys.argv[1], sys.argv[2])
@@ -89,7 +89,7 @@ def test_space_is_asked_for_what_is_stored_only(resharded, tmp_path):
 
 COUNTED = """
 import json, os, sys, threading
-from bigload.machine.process_memory import peak_bytes
+from bigload.machine.memory.process_memory import peak_bytes
 from bigload.layouts.resharding.reshard import reshard
 
 before, descriptors, threads = peak_bytes(), [], []

@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 from piece_moves import bijections
 
 import bigload
-from bigload.checkpoint.manifest import read_manifest
 from bigload.checkpoint.model import Checkpoint, Span, TensorInfo
-from bigload.conversion import derived, model_classes, transformers_checkpoints
+from bigload.checkpoint.records.manifest import read_manifest
+from bigload.conversion import derived
 from bigload.conversion import strided_pieces as pieces
-from bigload.conversion.checkpoint_conversion import conversion_of_checkpoint
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.conversion.inverse import inverse_of
+from bigload.conversion.with_transformers import checkpoints as transformers_checkpoints
+from bigload.conversion.without_transformers import model_classes
+from bigload.conversion.without_transformers.checkpoint_conversion import conversion_of_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import NamesUnknownError, OptionError
 from bigload.layouts.options import ReshardOptions

@@ -6,7 +6,7 @@ import pytest
 
 import bigload
 from bigload import MergeLora, OptionError, Rename
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from builders import contents, make_pipeline, stored_tensors, write_shard
 from hub_server import served_hub
 

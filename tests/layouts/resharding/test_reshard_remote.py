@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import bigload
 from bigload.checkpoint.byte_source import WholeFilesWarning
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.checkpoint.sources import hub, range_streams
 from bigload.checkpoint.sources.http import RateLimitWarning
 from bigload.errors import AccessDeniedError, ReadError

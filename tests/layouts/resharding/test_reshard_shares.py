@@ -17,7 +17,7 @@ from bigload.layouts.resharding.reshard import reshard
 from bigload.layouts.writing import output_file_writer, shares, writer
 from bigload.layouts.writing.journal import read_progress
 from bigload.layouts.writing.shares import shares_of
-from bigload.loading.slices import Slice
+from bigload.loading.scheduling.slices import Slice
 from builders import contents, make_checkpoint
 from reshard_teams import check_resumed as check_resumed_in_teams
 from reshard_teams import entries, make_impatient

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bigload
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.errors import (
     CheckpointNotFoundError,
     DamagedOutputError,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import bigload
 from bigload.checkpoint.byte_source import PositionalReader
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.errors import DamagedOutputError, OptionError
 from bigload.layouts.verification import stored_pieces as pieces_module
 from bigload.layouts.verification import verify as verify_module
@@ -318,7 +318,7 @@ def test_files_larger_than_a_block_are_read_to_the_last_byte_past_the_page_cache
 
 PEAK = """
 import sys
-from bigload.machine.process_memory import peak_bytes, reset_peak
+from bigload.machine.memory.process_memory import peak_bytes, reset_peak
 from bigload.layouts.verification.verify import verify
 reset_peak()
 before = peak_bytes()

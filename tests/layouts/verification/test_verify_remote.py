@@ -10,7 +10,7 @@ import pytest
 
 import bigload
 from bigload.checkpoint import byte_source
-from bigload.checkpoint.manifest import MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.errors import AccessDeniedError, DamagedOutputError, ManifestNotFoundError
 from builders import make_checkpoint
 from hub_server import served_hub

@@ -18,7 +18,7 @@ from bigload.conversion.conversion import Conversion
 from bigload.dtypes import DTYPES
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.window_reader import Portion, WindowReader
-from bigload.loading.slices import Slice
+from bigload.loading.scheduling.slices import Slice
 from bigload.loading.staging import row_computer
 
 torch = pytest.importorskip("torch")

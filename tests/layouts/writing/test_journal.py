@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bigload.errors import WriteError
 from bigload.layouts.writing import journal as journal_module
 from bigload.layouts.writing.journal import Journal, journal_name, read_progress
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.threads.thread_pool import run_jobs
 
 
 @contextmanager

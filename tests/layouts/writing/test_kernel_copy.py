@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bigload
-from bigload.checkpoint.manifest import read_manifest
 from bigload.checkpoint.model import Span, TensorInfo
+from bigload.checkpoint.records.manifest import read_manifest
 from bigload.dtypes import DTYPES
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import DATA_ALIGNMENT, OutputFile, OutputTensor
@@ -22,8 +22,8 @@ from bigload.layouts.resharding.reshard import reshard, run_reshard
 from bigload.layouts.writing import kernel_copy as in_kernel_module
 from bigload.layouts.writing.kernel_copy import KernelCopy, copy_in_kernel, data_offset, kernel_copy
 from bigload.layouts.writing.windows import DataRanges
-from bigload.loading.slices import Slice
-from bigload.machine.file_systems import FileSystem
+from bigload.loading.scheduling.slices import Slice
+from bigload.machine.files.file_systems import FileSystem
 from builders import contents, make_checkpoint, stored_tensors
 
 BLOCK = 4096

@@ -6,7 +6,7 @@ import pytest
 
 from bigload.layouts.writing import recent_bytes
 from bigload.layouts.writing.recent_bytes import KeptExtents, RecentBytes, RecentReader
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.threads.thread_pool import run_jobs
 from builders import open_descriptors
 
 CONTENT = random.Random(5).randbytes(200_000)

@@ -7,7 +7,7 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import ReadError, StalePlanError
 from bigload.layouts.writing import source_files as sources_module
 from bigload.layouts.writing.source_files import SourceFiles
-from bigload.machine.thread_pool import run_jobs
+from bigload.machine.threads.thread_pool import run_jobs
 from builders import make_checkpoint, open_descriptors
 
 

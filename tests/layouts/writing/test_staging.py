@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bigload.checkpoint.manifest import MANIFEST_FILE, Manifest, ManifestSource, manifest_lines
+from bigload.checkpoint.records.manifest import MANIFEST_FILE, Manifest, ManifestSource, manifest_lines
 from bigload.errors import OutputExistsError, WriteError
 from bigload.layouts.writing.journal import journal_name
 from bigload.layouts.writing.small_files import write_file

@@ -21,9 +21,9 @@ from bigload.dtypes import DTYPES
 from bigload.errors import ReadError
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.window_reader import Portion, WindowReader
-from bigload.loading.slices import Slice
-from bigload.machine.huge_pages import allocate
-from bigload.machine.thread_pool import run_jobs
+from bigload.loading.scheduling.slices import Slice
+from bigload.machine.memory.huge_pages import allocate
+from bigload.machine.threads.thread_pool import run_jobs
 from bigload.units import MIB
 from builders import open_descriptors, write_shard
 
@@ -321,7 +321,7 @@ from bigload.layouts.dtype_rules import config_with_dtype, dtype_rule
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.window_reader import WindowReader, Portion
-from bigload.loading.slices import Slice
+from bigload.loading.scheduling.slices import Slice
 
 checkpoint = open_checkpoint(sys.argv[1])
 info = checkpoint.tensors["w"]

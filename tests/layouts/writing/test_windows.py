@@ -8,7 +8,7 @@ from bigload.dtypes import DTYPES
 from bigload.layouts.output import OutputFile, OutputTensor
 from bigload.layouts.writing import windows as windows_module
 from bigload.layouts.writing.windows import DataRanges, data_ranges, windows
-from bigload.loading.slices import Slice
+from bigload.loading.scheduling.slices import Slice
 
 BLOCK = 16
 """Of the disk, here: small files show the same as large ones."""

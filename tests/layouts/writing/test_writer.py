@@ -22,7 +22,7 @@ from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.windows import data_ranges
 from bigload.layouts.writing.writer import FileToWrite, Verify, Writer, window_bytes
 from bigload.loading.progress import Tally
-from bigload.machine.inflight_pool import BlockPool
+from bigload.machine.threads.inflight_pool import BlockPool
 from builders import laid_out, make_checkpoint, no_thread_left, open_descriptors, stored_tensors
 
 thread_counts = pytest.mark.parametrize("threads", [1, 4])

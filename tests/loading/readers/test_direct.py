@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from bigload.errors import ReadError, UnsupportedMethodError
 from bigload.loading.readers import direct
 from bigload.loading.readers.direct import CacheFirstReader, DirectReader, direct_alignment
-from bigload.machine.activities import Phase, Recorder
-from bigload.machine.huge_pages import address_of, allocate
-from bigload.machine.inflight_pool import BlockPool
-from bigload.machine.page_cache import cached_bytes, evict
+from bigload.machine.files.page_cache import cached_bytes, evict
+from bigload.machine.memory.huge_pages import address_of, allocate
+from bigload.machine.threads.activities import Phase, Recorder
+from bigload.machine.threads.inflight_pool import BlockPool
 from builders import open_descriptors
 
 UNIT = 64 * 1024

@@ -13,9 +13,9 @@ import pytest
 from bigload.errors import NotEnoughMemoryError, ReadError
 from bigload.loading.readers import mapped
 from bigload.loading.readers.mapped import MappedFile, populate_pages, release_pages
-from bigload.machine.activities import Phase, Recorder
-from bigload.machine.huge_pages import HUGE_PAGE_BYTES, address_of
-from bigload.machine.page_cache import evict
+from bigload.machine.files.page_cache import evict
+from bigload.machine.memory.huge_pages import HUGE_PAGE_BYTES, address_of
+from bigload.machine.threads.activities import Phase, Recorder
 from builders import open_descriptors
 
 PAGE = mmap.PAGESIZE

@@ -2,10 +2,10 @@
 
 import threading
 
-from bigload.loading.schedule import Delivery, Destination, ReadJob
+from bigload.loading.scheduling.schedule import Delivery, Destination, ReadJob
 from bigload.loading.staging import cpu_stager
-from bigload.machine.activities import Recorder
-from bigload.machine.huge_pages import allocate
+from bigload.machine.memory.huge_pages import allocate
+from bigload.machine.threads.activities import Recorder
 
 
 class Letters:

@@ -11,7 +11,7 @@ from torch.utils import backend_registration
 
 from bigload.loading.staging.accelerators import free_bytes
 from bigload.loading.staging.device_transfers import Transfers
-from bigload.machine.activities import Recorder
+from bigload.machine.threads.activities import Recorder
 from transfer_jobs import numbers, send_all
 
 BLOCK = 1 << 16

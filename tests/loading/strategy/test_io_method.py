@@ -16,8 +16,8 @@ from bigload.loading.strategy.io_method import (
     choose_method,
     decide,
 )
-from bigload.machine.file_systems import FileSystem
-from bigload.machine.page_cache import evict
+from bigload.machine.files.file_systems import FileSystem
+from bigload.machine.files.page_cache import evict
 
 LARGE = MIN_DIRECT_BYTES
 SHARD = Path("a.safetensors")

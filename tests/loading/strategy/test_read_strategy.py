@@ -6,10 +6,10 @@ from safetensors.torch import save_file
 
 import bigload
 from bigload.distributed.host_share import HostShare
-from bigload.loading.schedule import RequestedTensor
+from bigload.loading.scheduling.schedule import RequestedTensor
 from bigload.loading.settings import settings
 from bigload.loading.strategy.read_strategy import PARALLEL_BYTES, choose_strategy, usual_threads
-from bigload.machine.activities import Recorder
+from bigload.machine.threads.activities import Recorder
 
 
 @pytest.mark.parametrize(

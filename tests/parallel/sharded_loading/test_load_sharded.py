@@ -12,7 +12,7 @@ from torch import nn
 import bigload
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.conversion.conversion import Conversion, as_stored
-from bigload.conversion.recorded_tensor import RecordedTensor
+from bigload.conversion.with_transformers.recorded_tensor import RecordedTensor
 from bigload.distributed.host_share import HostShare
 from bigload.distributed.torch_process_group import TorchProcessGroup
 from bigload.errors import OptionError, ReadError, StateDictMismatchError, UnknownTensorError

@@ -10,7 +10,7 @@ from torch import nn
 
 from bigload.loading.readers.direct import direct_alignment
 from bigload.loading.strategy import io_method
-from bigload.machine.page_cache import cached_bytes
+from bigload.machine.files.page_cache import cached_bytes
 from bigload.parallel.sharded_loading.load_sharded import load_sharded
 from bigload.planning.tensor_parallel.division import Division
 from bigload.units import MIB

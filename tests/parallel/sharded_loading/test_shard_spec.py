@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bigload.errors import OptionError
-from bigload.loading.piece_copies import spec_shape, whole_spec
+from bigload.loading.scheduling.piece_copies import spec_shape, whole_spec
 from bigload.parallel.sharded_loading.shard_spec import spec_of_division, spec_of_placements
 from bigload.planning.tensor_parallel.division import Division
 

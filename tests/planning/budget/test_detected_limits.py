@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from bigload.devices import CPU, Device
 from bigload.errors import OptionError
-from bigload.machine.detected import DetectedGpus, DetectedMemory, UnknownMemory
 from bigload.machine.machine import Machine
+from bigload.machine.memory.detected import DetectedGpus, DetectedMemory, UnknownMemory
 from bigload.planning.budget.budget import MemoryBudget
 
 GIB = 1024**3

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bigload.devices import CPU, DISK
 from bigload.errors import OptionError
-from bigload.machine.machine_profile import DeviceProfile, MachineProfile
+from bigload.machine.profiles.machine_profile import DeviceProfile, MachineProfile
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.options import options_of
 from bigload.planning.planner import plan_details

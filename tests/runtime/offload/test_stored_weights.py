@@ -21,8 +21,8 @@ from bigload.errors import (
     UnknownTensorError,
     UnsupportedDTypeError,
 )
-from bigload.loading.tensors import torch_dtype
-from bigload.machine.page_cache import cached_bytes, evict
+from bigload.loading.tensors.views import torch_dtype
+from bigload.machine.files.page_cache import cached_bytes, evict
 from bigload.runtime.offload.stored_weights import MappedFiles
 from bigload.units import MIB
 from builders import DTYPE_BITS, make_checkpoint, open_descriptors, write_raw, write_shard

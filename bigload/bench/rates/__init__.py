@@ -1,0 +1,1 @@
+"""Rates of this machine, measured for the predictions of plans."""

@@ -1,0 +1,1 @@
+"""Conversions derived by the loader of transformers itself."""

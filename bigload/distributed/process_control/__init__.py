@@ -1,0 +1,1 @@
+"""Functions of accelerate for processes of a group: who goes first, who saves, who waits."""

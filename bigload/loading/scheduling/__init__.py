@@ -1,0 +1,1 @@
+"""Schedules of byte ranges, and the arithmetic of slices, pieces and views behind them. Needs no torch."""

@@ -1,0 +1,1 @@
+"""RAM of this machine and of this process, and buffers in huge pages."""
