@@ -187,17 +187,22 @@ class PlannedModel(NamedTuple):
         is_offloaded = not {*OFFLOADED}.isdisjoint({*map(device_name, self.device_map.values())} - {main})
         return self.maker.empty(keeps_cache=self.keeps_cache, is_offloaded=is_offloaded)
 
-    def dispatched(self, empty: nn.Module | None = None) -> nn.Module:
+    def dispatched(self, empty: nn.Module | None = None, *, is_brief: bool = False) -> nn.Module:
         """Return the model dispatched by bigload, its streamed weights read from the checkpoint.
 
         Args:
             empty: A model without values, as `empty` makes it; by default one is made.
+            is_brief: Whether it answers once, so that copies of cached weights would not pay.
         """
         prefetch, resident = self.prefetch_bytes, self.resident_bytes
         model = self.empty() if empty is None else empty
         if self.plan is not None:
             return load_and_dispatch(
-                model, self.plan, method=self._method(), prefetch_bytes=prefetch, resident_bytes=resident
+                model,
+                self.plan,
+                method=self._method(is_brief=is_brief),
+                prefetch_bytes=prefetch,
+                resident_bytes=resident,
             )
         return load_checkpoint_and_dispatch(
             model,
@@ -208,13 +213,14 @@ class PlannedModel(NamedTuple):
             resident_bytes=resident,
         )
 
-    def _method(self) -> Method | None:
-        """Return the I/O method: cached weights for the CPU stay pages of their files.
+    def _method(self, *, is_brief: bool) -> Method | None:
+        """Return the I/O method: where the model answers once, cached weights for the CPU stay pages of their files.
 
-        Copies cost the first touch of as much memory, 0.1 to 2.7 s a GiB in virtual machines, and answers take as long.
+        Copies cost the first touch of as much memory, 0.1 to 2.7 s a GiB in virtual machines. They are in huge pages,
+        with which a token takes 0.9 to 0.97 of the time: that pays after hundreds of tokens.
         """
         chosen = settings().method
-        if self.device.type != "cpu" or chosen is not Method.AUTO:
+        if not is_brief or self.device.type != "cpu" or chosen is not Method.AUTO:
             return chosen
         cached = cached_fraction(self.checkpoint.root / shard.file for shard in self.checkpoint.shards)
         return Method.MMAP if cached is not None and cached >= MOSTLY_CACHED else chosen

@@ -67,6 +67,11 @@ class AnswerWishes(NamedTuple):
     quiet: bool
     color: ColorMode
 
+    @property
+    def is_brief(self) -> bool:
+        """Whether the model answers once."""
+        return not self.is_chat and max(len(self.prompts), self.repeat) == 1
+
     def tokenizer(self, planned: PlannedModel) -> FolderTokenizer | None:
         """Return the tokenizer, which random tokens need not."""
         if self.random_tokens is not None:
@@ -177,7 +182,7 @@ class Answering:
             status(f"loading {format_size(self.planned.checkpoint.stored_bytes)}")
             empty = self.planned.empty()
             began = time.perf_counter()
-            self.model = self.planned.dispatched(empty)
+            self.model = self.planned.dispatched(empty, is_brief=self.wishes.is_brief)
             self.load_seconds = time.perf_counter() - began
         wishes = self.wishes
         self.generator = TextGenerator(
