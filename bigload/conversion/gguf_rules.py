@@ -17,27 +17,52 @@ Config = Mapping[str, object]
 
 
 def to_gguf(rule: GgufRule, tensor: Operand, config: Config) -> tuple[Operand, ...]:
-    """Return what GGUF has for `tensor` of a model with this `config`, in the order of the family's table."""
+    """Return what GGUF has for `tensor` of a model with this `config`, in the order of the family's table.
+
+    Raises:
+        ValueError: it has another shape than the config says.
+    """
     return _TO_GGUF[rule](tensor, config) if rule in _TO_GGUF else (tensor,)
 
 
 def from_gguf(rule: GgufRule, name: str, tensors: Sequence[TensorInfo], config: Config) -> Operand:
-    """Return what transformers calls `name`, of `tensors` of a GGUF file in the order of the family's table."""
+    """Return what transformers calls `name`, of `tensors` of a GGUF file in the order of the family's table.
+
+    Raises:
+        ValueError: they have other shapes than the config says.
+    """
     return replace(_FROM_GGUF[rule](tensors, config), name=name)
 
 
+def _expect(tensor: Operand, expected: str, *, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"{tensor.name} has shape {list(shape_of(tensor))}, expected {expected}")
+
+
+def _expect_experts(tensors: Sequence[Operand], *, num_dims: tuple[int, ...] = (3,), factor: int = 1) -> None:
+    """Refuse tensors of other or different shapes, or whose outputs are no multiple of `factor`."""
+    shape = shape_of(tensors[0])
+    is_blocks, listed = tensors[0].dtype.block_bytes > 0, " or ".join(map(str, num_dims))
+    _expect(tensors[0], f"{listed} dimensions", holds=len(shape) in num_dims)
+    _expect(tensors[0], f"outputs in {factor} equal parts", holds=shape[-2 if is_blocks else -1] % factor == 0)
+    for other in tensors[1:]:
+        _expect(other, f"{list(shape)}, as {tensors[0].name}", holds=shape_of(other) == shape)
+
+
 def _fused_to(tensor: Operand, config: Config) -> tuple[Operand, ...]:
-    order, shape = _fused_order(config), shape_of(tensor)
+    order, shape = _fused_order(tensor, config), shape_of(tensor)
     return (_reordered((tensor,), shape[0] // len(order), order, shape),)
 
 
 def _fused_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:
-    order, shape = _inverse(_fused_order(config)), tensors[0].shape
+    order, shape = _inverse(_fused_order(tensors[0], config)), tensors[0].shape
     return _reordered([_values(tensors[0])], shape[0] // len(order), order, shape)
 
 
 def _latent_to(tensor: Operand, config: Config) -> tuple[Operand, ...]:
     heads, key, value = (_size(config, each) for each in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+    is_whole = len(shape_of(tensor)) == 2 and shape_of(tensor)[0] == heads * (key + value)
+    _expect(tensor, f"{heads} x ({key} + {value}) rows", holds=is_whole)
     size, latent = gcd(key, value), shape_of(tensor)[-1]
     keys, values = _latent_orders(heads, key // size, value // size)
     of_keys = _reordered((tensor,), size, keys, (heads, key, latent))
@@ -47,6 +72,8 @@ def _latent_to(tensor: Operand, config: Config) -> tuple[Operand, ...]:
 def _latent_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
     if len(tensors) == 1:  # of older files, which do not cut it
         return _values(tensors[0])
+    for tensor in tensors:
+        _expect(tensor, "3 dimensions", holds=len(tensor.shape) == 3 and 0 not in tensor.shape)
     (heads, latent, key), value = tensors[0].shape, tensors[1].shape[1]
     size = gcd(key, value)
     order = _inverse([each for part in _latent_orders(heads, key // size, value // size) for each in part])
@@ -55,12 +82,14 @@ def _latent_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # n
 
 
 def _pair_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
+    _expect_experts(tensors)
     experts, rows, columns = tensors[0].shape
     order = [part * experts + each for each in range(experts) for part in (0, 1)]
     return _reordered([_values(tensor) for tensor in tensors], rows, order, (experts, 2 * rows, columns))
 
 
 def _interleaved_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
+    _expect_experts(tensors, num_dims=(2, 3))
     shape = tensors[0].shape
     if len(shape) > 2:
         return _transposed(tensors, is_interleaved=True)
@@ -68,6 +97,7 @@ def _interleaved_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:
 
 
 def _interleaved_to(tensor: Operand, config: Config) -> tuple[Operand, ...]:  # noqa: ARG001
+    _expect_experts((tensor,), num_dims=(2, 3), factor=2)
     *shape, size = shape_of(tensor)
     if len(shape) == 1:
         shape, is_of_rows = [*shape, size // 2], False
@@ -104,6 +134,7 @@ def _values(tensor: TensorInfo) -> Operand:
 
 def _transposed(tensors: Sequence[Operand], *, is_interleaved: bool = False) -> ComputedTensor:
     """Return [experts, inputs, outputs] of [experts, outputs, inputs], or of matrices; of several, outputs joined."""
+    _expect_experts(tensors, num_dims=(2, 3))
     first = tensors[0]
     *experts, outputs, inputs = shape_of(first)
     shape = (*experts, inputs, len(tensors) * outputs)
@@ -112,6 +143,8 @@ def _transposed(tensors: Sequence[Operand], *, is_interleaved: bool = False) -> 
 
 def _halves(tensor: Operand) -> tuple[Operand, ...]:
     """Return the upper and the lower half of each expert."""
+    is_paired = len(shape_of(tensor)) == 3 and shape_of(tensor)[1] % 2 == 0
+    _expect(tensor, "3 dimensions, with rows in pairs", holds=is_paired)
     experts, rows, columns = shape_of(tensor)
     shape = experts, rows // 2, columns
     return tuple(_reordered((tensor,), rows // 2, range(part, 2 * experts, 2), shape) for part in (0, 1))
@@ -122,12 +155,21 @@ def _reordered(tensors: Sequence[Operand], size: int, order: Sequence[int], shap
     return ComputedTensor(tensors[0].name, _plain(tensors[0]), shape, operation)
 
 
-def _fused_order(config: Config) -> list[int]:
+def _squeezed(tensor: Operand) -> tuple[Operand, ...]:
+    shape = shape_of(tensor)
+    _expect(tensor, "3 dimensions, the second of size 1", holds=len(shape) == 3 and shape[1] == 1)
+    return (replace(tensor, shape=(shape[0], shape[-1])),)
+
+
+def _fused_order(tensor: Operand, config: Config) -> list[int]:
     """Return the heads of all queries, keys, values by their place in groups of queries with their key and value."""
     heads = _size(config, "num_attention_heads", "n_head")
     groups = _size(config, "num_kv_heads", "num_attention_heads", "n_head")
     if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
         groups = 1
+    rows = shape_of(tensor)[0] if len(shape_of(tensor)) in (1, 2) else 0
+    holds = heads % groups == 0 and rows > 0 and rows % (heads + 2 * groups) == 0
+    _expect(tensor, f"rows of {heads} queries and {groups} keys and values", holds=holds)
     each = heads // groups
     places = [[group * (each + 2) + number for number in range(each + 2)] for group in range(groups)]
     queries = [place for group in places for place in group[:each]]
@@ -156,7 +198,7 @@ _TO_GGUF: Mapping[GgufRule, Callable[[Operand, Config], tuple[Operand, ...]]] = 
     GgufRule.INTERLEAVED_PAIR: _interleaved_to,
     GgufRule.PAIR: lambda tensor, _: _halves(tensor),
     GgufRule.TRANSPOSED_PAIR: lambda tensor, _: _halves(_transposed((tensor,))),
-    GgufRule.SQUEEZED: lambda tensor, _: (replace(tensor, shape=(shape_of(tensor)[0], shape_of(tensor)[-1])),),
+    GgufRule.SQUEEZED: lambda tensor, _: _squeezed(tensor),
     GgufRule.NEGATED_EXPONENTIAL: lambda tensor, _: (_exponential(tensor),),
 }
 _FROM_GGUF: Mapping[GgufRule, Callable[[Sequence[TensorInfo], Config], Operand]] = {

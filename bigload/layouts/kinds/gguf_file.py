@@ -68,9 +68,11 @@ def lay_out(request: LayoutRequest) -> Output:
         shape = (len(tensors), *shape_of(first)) if _is_expert(name, first) else shape_of(first)
         if "ffn_gate_inp_shexp" in name and len(shape) == 2:
             shape = shape[1:]  # a vector in llama.cpp
+        if not shape:
+            raise refusal(f"tensors with dimensions; {first.name} has none")
         dtype = _dtype(name, first.dtype, shape, request.options.dtypes.dtype)
         count = config.get(HEADS[rule]) if rule is not None and rule in HEADS else None
-        is_rotated = isinstance(count, int) and count > 0 and shape[0] % (2 * count) == 0
+        is_rotated = isinstance(count, int) and count > 0 < shape[0] and shape[0] % (2 * count) == 0
         operation = GgmlRows(
             tuple(tensors),
             num_heads=count if is_rotated and isinstance(count, int) else 0,
@@ -205,7 +207,10 @@ def _by_gguf_name(
     nameless: list[str] = []
     for tensor in sources:
         names, rule = gguf_names(family, tensor.name), rule_of(family, tensor.name)
-        parts = to_gguf(rule, tensor.source, config) if rule is not None and len(names) else (tensor.source,)
+        try:
+            parts = to_gguf(rule, tensor.source, config) if rule is not None and len(names) else (tensor.source,)
+        except ValueError as error:
+            raise refusal(f"a model whose tensors are as its config.json says; {error}") from None
         if len(parts) != len(names):
             nameless.append(tensor.name)
             continue
@@ -254,7 +259,7 @@ def _dtype(name: str, stored: DType, shape: tuple[int, ...], asked: DType | None
         return stored
     if stored.name not in ("F64", *_FILE_TYPES):
         raise refusal(f"weights in float16, bfloat16 or float32; {name} is {stored}")
-    if len(shape) == 1 or not name.endswith(".weight") or any(each in name for each in _ALWAYS_F32):
+    if len(shape) < 2 or not name.endswith(".weight") or any(each in name for each in _ALWAYS_F32):
         return _F32
     dtype = asked or (_F32 if stored.name == "F64" else stored)
     if dtype.name not in _FILE_TYPES:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.formats.gguf.config import attention_factor, family_of
-from bigload.checkpoint.formats.gguf.families import HEADS, Family
+from bigload.checkpoint.formats.gguf.families import HEADS, Family, GgufRule
 from bigload.checkpoint.formats.gguf.names import joined, rule_of
 from bigload.checkpoint.formats.gguf.rope import FACTOR_TENSORS, scaling_of
 from bigload.checkpoint.model import Checkpoint, TensorInfo
@@ -28,6 +28,7 @@ from bigload.layouts.transforms.packed_modules import read_small_tensors
 from bigload.units import counted
 
 _MAX_FACTOR_BYTES = 4096
+_BROKEN = "download or convert the file again"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class DecodeGguf:
                 added = 1.0 if family is not None and family.adds_one and name.endswith("norm.weight") else 0.0
                 kept.append(_decoded(tensors[0], count if isinstance(count, int) else 0, added))
             else:
-                kept.append(from_gguf(rule, name, tensors, config))
+                kept.append(_made(checkpoint.path, rule, name, tensors, config))
         notes = [f"{counted(len(packed), 'tensor')} decoded from {', '.join(sorted({t.dtype.name for t in packed}))}"]
         if left:
             scaling = _scaling(checkpoint, left)
@@ -78,6 +79,13 @@ class DecodeGguf:
         documents, note = _tokenizer(checkpoint)
         decoded = found.with_tensors(kept, notes=[*(notes if packed else notes[1:]), note])
         return replace(decoded, documents={**found.documents, **documents})
+
+
+def _made(path: str, rule: GgufRule, name: str, tensors: Sequence[TensorInfo], config: Mapping[str, object]) -> Operand:
+    try:
+        return from_gguf(rule, name, tensors, config)
+    except ValueError as error:
+        raise UnsupportedFormatError(path, str(error), hint=_BROKEN) from None
 
 
 def _scaling(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
@@ -134,13 +142,12 @@ def _joined(checkpoint: Checkpoint, family: Family | None) -> Mapping[str, Seque
     try:
         return joined(family, checkpoint.tensors)
     except ValueError as error:
-        hint = "download or convert the file again"
-        raise UnsupportedFormatError(checkpoint.path, str(error), hint=hint) from None
+        raise UnsupportedFormatError(checkpoint.path, str(error), hint=_BROKEN) from None
 
 
 def _decoded(tensor: TensorInfo, num_heads: int, added: float) -> Operand:
     rows = tensor.shape[0] if tensor.shape else 0
-    if num_heads and rows % (2 * num_heads):
+    if not rows or (num_heads and rows % (2 * num_heads)):
         num_heads = 0
     if not (tensor.dtype.block_bytes or num_heads or added):
         return tensor

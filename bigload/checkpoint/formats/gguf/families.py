@@ -87,6 +87,9 @@ class PredictionLayers(StrEnum):
     REFUSED = "there are none"
 
 
+MAX_HEAD = 2**16
+"""Dimensions of a head; llama.cpp has kernels for some hundreds."""
+
 LLAMA4_EXPERTS_WITHOUT_NORM = 128
 """llama.cpp normalises queries and keys of Llama 4 unless it has so many experts, as Maverick."""
 

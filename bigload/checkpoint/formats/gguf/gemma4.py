@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from bigload.checkpoint.formats.gguf.families import MAX_HEAD
 from bigload.checkpoint.formats.gguf.header import metadata_number, metadata_value
 from bigload.checkpoint.formats.gguf.writing import MetadataValue, refusal
 from bigload.checkpoint.model import TensorInfo
@@ -61,6 +62,8 @@ def full_layers(config: Mapping[str, object]) -> tuple[int, int]:
             f"a {MODEL_TYPE} whose per_layer_config has the same sizes of heads for all layers without a window"
         )
     values = {**config, **{key: value for key, value in (first or {}).items() if value is not None}}
+    if not 0 < _whole(values, "head_dim") <= MAX_HEAD:
+        raise refusal(f"heads of at most {MAX_HEAD} dimensions; config.json says {values.get('head_dim')!r:.100}")
     return _whole(values, "head_dim"), _whole(values, "num_key_value_heads")
 
 

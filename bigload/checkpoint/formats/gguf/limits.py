@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from bigload.checkpoint.formats.gguf.config import MAX_LAYERS
 from bigload.checkpoint.formats.gguf.families import LLAMA4_EXPERTS_WITHOUT_NORM, Family
 from bigload.checkpoint.formats.gguf.rope import head_size
 from bigload.checkpoint.formats.gguf.writing import MetadataValue, refusal
@@ -116,6 +117,8 @@ def _check_llama4(config: Mapping[str, object]) -> None:
         value if isinstance(value := config.get(key), int) else 0
         for key in ("num_hidden_layers", "interleave_moe_layer_step", "num_local_experts")
     )
+    if count > MAX_LAYERS:
+        raise refusal(f"a llama4_text of at most {MAX_LAYERS} layers; config.json says {count!r:.100}")
     followed: Mapping[str, object] = {
         "use_qk_norm": experts != LLAMA4_EXPERTS_WITHOUT_NORM,
         "moe_layers": list(range(step - 1, count, max(step, 1))),

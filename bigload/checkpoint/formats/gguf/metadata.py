@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from bigload.checkpoint.formats.gguf import gemma4
 from bigload.checkpoint.formats.gguf.families import Family, GgufRule
 from bigload.checkpoint.formats.gguf.rope import head_size, local_base, rope_parameters, rotated_size, scaling_keys
-from bigload.checkpoint.formats.gguf.writing import MetadataValue
+from bigload.checkpoint.formats.gguf.writing import MetadataValue, refusal
 
 _FLOATS = ("_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping", "_scale", ".scale")
 _FLAGS = ("use_parallel_residual", "expert_weights_norm")
@@ -26,7 +26,7 @@ def metadata_of(
     found: dict[str, MetadataValue] = {
         "general.architecture": architecture,
         "general.type": "model",
-        "general.name": name,
+        "general.name": name.encode(errors="replace").decode(),
         "general.file_type": file_type,
         "general.quantization_version": 2,
     }
@@ -36,6 +36,8 @@ def metadata_of(
         if isinstance(value, bool) and key in _FLAGS:
             found[f"{architecture}.{key}"] = value
         elif isinstance(value, int | float) and not isinstance(value, bool):
+            if not -(2**63) <= value < 2**63:
+                raise refusal(f"a config.json whose {known} is a number of 64 bits; it is {value!r:.100}")
             found[f"{architecture}.{key}"] = float(value) if key.endswith(_FLOATS) else int(value)
     sizes = _head_sizes(config, family) if "attention.head_count" in family.keys else {}
     found |= {f"{architecture}.{key}": value for key, value in sizes.items()}
@@ -50,7 +52,7 @@ def metadata_of(
     for key, known in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
         value = config.get(known)
         value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32:
             found[f"tokenizer.ggml.{key}_token_id"] = value
     return found
 

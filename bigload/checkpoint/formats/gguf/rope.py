@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from bigload.checkpoint.formats.gguf import gemma4
-from bigload.checkpoint.formats.gguf.families import Family
+from bigload.checkpoint.formats.gguf.families import MAX_HEAD, Family
 from bigload.checkpoint.formats.gguf.writing import refusal
 
 _LLAMA3 = "rope_freqs.weight"
@@ -42,11 +42,13 @@ def head_size(config: Mapping[str, object], family: Family) -> int:
     """Return the size of a head; config.json need not say it."""
     names = [family.keys["embedding_length"], family.keys["attention.head_count"]]
     head_dim, hidden, heads = (config.get(key) for key in (family.keys.get("attention.key_length", "head_dim"), *names))
-    if isinstance(head_dim, int) and head_dim > 0:
-        return head_dim
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        raise refusal(f"a config.json with {names[0]} and {names[1]}")
-    return hidden // heads
+    if not (isinstance(head_dim, int) and head_dim > 0):
+        if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+            raise refusal(f"a config.json with {names[0]} and {names[1]}")
+        head_dim = hidden // heads
+    if not 0 <= head_dim <= MAX_HEAD:
+        raise refusal(f"heads of at most {MAX_HEAD} dimensions; config.json says {head_dim}")
+    return head_dim
 
 
 def rotated_size(config: Mapping[str, object], family: Family) -> int:
@@ -133,8 +135,8 @@ def _factors(scaling: Mapping[str, object], key: str, size: int) -> tuple[float,
 
 def _positive(scaling: Mapping[str, object], key: str) -> float:
     value = scaling.get(key)
-    if not isinstance(value, int | float) or value <= 0:
-        raise refusal(f"rotary embeddings with a {key} above 0; found {value!r:.100}")
+    if not isinstance(value, int | float) or not 0 < value < 2**63:
+        raise refusal(f"rotary embeddings with a {key} above 0 and below 2^63; found {value!r:.100}")
     return float(value)
 
 

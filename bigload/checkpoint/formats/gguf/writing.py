@@ -38,7 +38,7 @@ def encode_header(
 
     Their data follows in that order, each with its `padding`.
     """
-    keys = [_text(key) + _value(value) for key, value in metadata.items() if key != "general.alignment"]
+    keys = [_entry(key, value) for key, value in metadata.items() if key != "general.alignment"]
     offset, records = 0, list[bytes]()
     for name, dtype, shape in tensors:
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
@@ -47,6 +47,13 @@ def encode_header(
         offset += num_bytes + len(padding(num_bytes))
     head = b"GGUF" + struct.pack("<IQQ", 3, len(records), len(keys)) + b"".join(keys) + b"".join(records)
     return head + padding(len(head))
+
+
+def _entry(key: str, value: MetadataValue) -> bytes:
+    try:
+        return _text(key) + _value(value)
+    except (struct.error, OverflowError):
+        raise refusal(f"a model whose {key} fits into the numbers of GGUF; it is {value!r:.100}") from None
 
 
 def _text(text: str) -> bytes:
