@@ -13,7 +13,7 @@ _NUMBERED = re.compile(rf"(?P<kind>{'|'.join(ACCELERATORS)})(?::(?P<index>[0-9]+
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where weights can live: an accelerator, the machine's memory (`cpu`) or the checkpoint's disk (`disk`)."""
+    """Home of weights: an accelerator, the machine's memory (`cpu`) or the checkpoint's disk (`disk`)."""
 
     kind: str
     index: int | None = None

@@ -151,7 +151,7 @@ def _download_hint(problems: Sequence[Problem]) -> str | None:
 
 
 class UnsupportedFormatError(CheckpointError, ValueError):
-    """What is at `path` is known, and is no checkpoint that bigload reads; the message says what it is."""
+    """The file at `path` is of a known kind that bigload does not read; the message names it."""
 
     def __init__(self, path: Path | str, reason: str, *, hint: str) -> None:
         super().__init__(f"{path} cannot be read: {reason}", hint=hint)
@@ -569,7 +569,7 @@ def install_command(extra: str) -> str:
 
 
 class MissingPackageError(BigloadError, ImportError):
-    """What was asked for needs `package`, an extra that is not installed."""
+    """A call needs `package`, an extra that is not installed."""
 
     def __init__(self, what: str, package: str, *, extra: str) -> None:
         super().__init__(f"{what} needs {package}, which is not installed", hint=install_command(extra))

@@ -50,7 +50,7 @@ class PretrainedRead:
 
 @dataclass(slots=True)
 class _Reading:
-    """What is read in one `with`, and whether weights wait for a plan."""
+    """Models and files read in one `with`, and whether weights wait for a plan."""
 
     leaves_weights: bool
     reads: list[PretrainedRead] = field(default_factory=list)

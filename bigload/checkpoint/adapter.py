@@ -78,7 +78,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankFit:
-    """How the matrices of one module fit its weight.
+    """Fit of the matrices of one module to its weight.
 
     Attributes:
         alpha, divisor: The product `B @ A` is scaled by `alpha / divisor`.

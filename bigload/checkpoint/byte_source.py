@@ -176,7 +176,7 @@ def _unfilled(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 class SourceIdentity(NamedTuple):
-    """What is at a location now: files with equal identities are taken to have the same bytes.
+    """Identity of the file at a location: files with equal identities are taken to have the same bytes.
 
     Attributes:
         num_bytes: Size.
@@ -206,7 +206,7 @@ class SourceIdentity(NamedTuple):
 
 
 class SourceScheme(NamedTuple):
-    """How files of one kind of location are found, identified and opened. All functions can be called by any thread.
+    """Functions that find, identify and open files of one kind of location. Any thread can call them.
 
     They raise `ReadError` where a file or the service cannot be read (`from` a `FileNotFoundError` where there is no
     such file), `CheckpointNotFoundError` where a service says that there is no such place, and `AccessDeniedError`

@@ -338,7 +338,7 @@ class Component(NamedTuple):
 
 
 class BaseTensors(NamedTuple):
-    """What a delta takes from its base.
+    """Tensors that a delta takes from its base.
 
     Attributes:
         path: Folder of the base.

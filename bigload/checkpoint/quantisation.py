@@ -48,7 +48,7 @@ _UNPACKING = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """How weights are quantised.
+    """Form of quantised weights.
 
     Attributes:
         method: Name of the method, such as `AWQ`.
@@ -76,7 +76,7 @@ class Quantisation:
 
     @cached_property
     def _weights(self) -> Counter[StoredForm]:
-        """How many tensors of each form hold parameters."""
+        """Numbers of tensors of each form that hold parameters."""
         forms = forms_of(self.tensors).items()
         return Counter([form for name, form in forms if not _is_helper(name.rpartition(".")[2])])
 

@@ -49,7 +49,7 @@ class CheckpointView(NamedTuple):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why tensors of the model cannot be made, a sentence each."""
+        """Reasons why tensors of the model cannot be made, a sentence each."""
         return () if self.conversion is None else self.conversion.problems
 
 

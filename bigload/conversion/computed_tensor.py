@@ -66,7 +66,7 @@ class Scratch(Protocol):
 
 
 class Operation(Protocol):
-    """What computes the rows of a tensor, as a value: equal ones compute equal rows, and `repr` tells them apart.
+    """Computation of a tensor's rows, as a value: equal ones compute equal rows, and `repr` tells them apart.
 
     Attributes:
         row_multiple: Rows are asked for from a multiple of this on, and up to one, or to the last row.

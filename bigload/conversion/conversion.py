@@ -12,7 +12,7 @@ from bigload.dtypes import DType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What each tensor of a model is made of.
+    """Pieces and computed tensors that each tensor of a model is made of.
 
     Attributes:
         tensors: By their names in the model; shapes are those of the model.

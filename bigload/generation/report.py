@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Finish(StrEnum):
-    """Why an answer ended: by itself, at the number of tokens it could have, or because a user stopped it."""
+    """End of an answer: by itself, at the number of tokens it could have, or because a user stopped it."""
 
     END = "end"
     LENGTH = "length"

@@ -25,7 +25,7 @@ from bigload.units import counted
 
 
 class Sampling(NamedTuple):
-    """How a token is chosen: as `generation_config.json` beside the weights says, unless asked otherwise.
+    """Choice of tokens: as `generation_config.json` beside the weights says, unless asked otherwise.
 
     Attributes:
         temperature: 0 takes the most likely token; `None` what the folder says.
@@ -214,7 +214,7 @@ class _StoppedAnswer(Exception):  # noqa: N818 - no error
 
 
 class _TokenStream:
-    """What transformers' `generate` hands tokens to: first those of the prompt, then one at a time."""
+    """Receiver of the tokens of transformers' `generate`: first those of the prompt, then one at a time."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport:
-    """What is different in two checkpoints.
+    """Differences between two checkpoints.
 
     Attributes:
         only_first, only_second: Names of tensors that only one has, in the order of its files.
@@ -116,7 +116,7 @@ def diff(
     both = tuple(each if isinstance(each, Checkpoint) else open_checkpoint(each) for each in (first, second))
     for each in both:
         check_data_is_read(each)
-    comparison = _Comparison(*both, digests=_digests_of(*both) if trust_digests else None)
+    comparison = _SharedTensors(*both, digests=_digests_of(*both) if trust_digests else None)
     num_threads = threads or default_threads()
     with ExitStack() as opened:
         pool = BlockPool(2 * num_threads, block_bytes=WINDOW_BYTES)
@@ -142,7 +142,7 @@ def diff(
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class _PairWindow:
     """Bytes `start` to `stop` of both tensors of a pair."""
 
     pair: _Pair
@@ -161,10 +161,10 @@ class _Pair:
         self.largest = -math.inf
         self.total = 0.0
 
-    def windows(self) -> Iterator[_Window]:
+    def windows(self) -> Iterator[_PairWindow]:
         """Yield the windows to compare."""
         for start in range(0, self.outputs[0].num_bytes, WINDOW_BYTES):
-            yield _Window(self, start, min(start + WINDOW_BYTES, self.outputs[0].num_bytes))
+            yield _PairWindow(self, start, min(start + WINDOW_BYTES, self.outputs[0].num_bytes))
 
     def result(self) -> TensorDifference | None:
         """Return what differs, `None` for nothing."""
@@ -181,7 +181,7 @@ class _Pair:
         )
 
 
-class _Comparison:
+class _SharedTensors:
     """The tensors of two checkpoints: pairs to compare, and those that differ by their headers."""
 
     def __init__(self, first: Checkpoint, second: Checkpoint, *, digests: _DigestPair | None) -> None:
@@ -237,7 +237,7 @@ class _Comparer:
         self._lock = Lock()
         self._idle: list[tuple[Buffer, Buffer]] = []
 
-    def compare(self, window: _Window) -> None:
+    def compare(self, window: _PairWindow) -> None:
         """Read a window of both and add up what differs."""
         buffers = self._idle.pop() if self._idle else (allocate(WINDOW_BYTES), allocate(WINDOW_BYTES))
         pair, num_bytes = window.pair, window.stop - window.start

@@ -23,7 +23,7 @@ _WILDCARDS = frozenset("*?[")
 
 
 class Kept(StrEnum):
-    """Why a tensor is not written in the dtype that was asked for."""
+    """Reason for keeping the stored dtype of a tensor."""
 
     AS_FLOAT32 = "kept in float32, as asked"
     NOT_FLOATING = "not floating-point"

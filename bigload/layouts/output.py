@@ -192,7 +192,7 @@ class OutputFile:
 
     @property
     def fingerprint(self) -> ShardFingerprint:
-        """What a plan for the output remembers of this file."""
+        """Fingerprint that a plan for the output has of this file."""
         return ShardFingerprint(file=self.file, num_bytes=self.num_bytes, header_sha256=self.header_sha256)
 
 
@@ -219,7 +219,7 @@ class Output:
 
     @cached_property
     def sources(self) -> Collection[Operand]:
-        """What tensors are written of, each once: ranks have parts of the same."""
+        """Sources of the written tensors, each once: ranks have parts of the same."""
         return tuple({id(tensor.source): tensor.source for file in self.files for tensor in file.tensors}.values())
 
     @property

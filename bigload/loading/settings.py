@@ -52,7 +52,7 @@ class Method(StrEnum):
 
 
 class LoadSettings(NamedTuple):
-    """How to load: threads that read, how they read, and the bytes that may be read or staged at one moment.
+    """Settings of a load: threads that read, their method, and the bytes that may be read or staged at one moment.
 
     `threads` is `None` where it is not set: the read strategy then chooses by bytes, method and the `share` of the host
     that this process has; `None` if it loads alone.

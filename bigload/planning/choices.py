@@ -21,7 +21,7 @@ class Policy(StrEnum):
 
 
 class Balance(StrEnum):
-    """How accelerators that hold everything share it, when several ways cost the same."""
+    """Sharing among accelerators that hold everything, when several ways cost the same."""
 
     SPREAD = "spread"
     """The fullest one, by its share of its limit, is as empty as possible."""
@@ -39,7 +39,7 @@ class Order(StrEnum):
 
 
 class Experts(StrEnum):
-    """How the blocks of a mixture of experts are placed."""
+    """Placement of the blocks of a mixture of experts."""
 
     AUTO = "auto"
     """Apart from the rest of their block when that streams fewer bytes per token."""
@@ -50,7 +50,7 @@ class Experts(StrEnum):
 
 
 class Attention(StrEnum):
-    """How attention is computed, which decides what it holds meanwhile."""
+    """Kernel of attention, which decides the memory it takes while it runs."""
 
     EAGER = "eager"
     """By separate operations, which store a score for every head, query and key."""
@@ -59,7 +59,7 @@ class Attention(StrEnum):
 
 
 class NameScheme(StrEnum):
-    """Whose names a device map speaks."""
+    """Naming of a device map's modules."""
 
     CHECKPOINT = "checkpoint"
     """Those of the tensors in the files, which resharding and loading go by."""

@@ -17,7 +17,7 @@ _MAX_BYTES = 64 * 2**20
 
 
 class ExpertStats(NamedTuple):
-    """How often each expert was used in a recorded run.
+    """Number of uses of each expert in a recorded run.
 
     Attributes:
         uses: By the name of the module that holds the experts, in their order: tokens, or forwards where each is a

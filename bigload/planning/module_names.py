@@ -101,7 +101,7 @@ def _tensors_below(keys: Sequence[str], tensors: Iterable[str]) -> dict[str, lis
 
 
 class _Holders:
-    """Which keys have tensors in which modules in memory; `held` has the names in memory by key and stored tensor."""
+    """Keys by the modules in memory with their tensors; `held` has the names in memory by key and stored tensor."""
 
     def __init__(self, held: Mapping[str, Mapping[str, tuple[str, ...]]]) -> None:
         self._held = held

@@ -54,7 +54,7 @@ class DeviceUse:
 
     @property
     def run_bytes(self) -> int:
-        """What running takes beside weights and caches: logits, activations and overhead."""
+        """Bytes that running takes beside weights and caches: logits, activations and overhead."""
         return self.logits_bytes + self.activation_bytes + self.overhead_bytes
 
     @property
@@ -107,7 +107,7 @@ class ResidentExperts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCheckpoint:
-    """What a plan, for one machine or for ranks, says of its checkpoint.
+    """Checkpoint of a plan, for one machine or for ranks.
 
     Attributes:
         checkpoint_path: The checkpoint as the user named it.
@@ -127,13 +127,13 @@ class PlannedCheckpoint:
 
     @property
     def name(self) -> str:
-        """What tables and messages call the checkpoint."""
+        """Name of the checkpoint in tables and messages."""
         return name_of(self.checkpoint_path) or Path(self.checkpoint_path).resolve().name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlannedCheckpoint):
-    """Where every tensor of a checkpoint goes.
+    """Device of every tensor of a checkpoint.
 
     Attributes:
         execution_device: Where modules on `cpu` and `disk` run, except that RAM runs its own when this is `cpu`.

@@ -217,7 +217,7 @@ class _SmallBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.input_norm, self.attention, self.attention_norm, self.mlp = _Norm(), _Attention(), _Norm(), _Mlp()
+        self.input_norm, self.attention, self.attention_norm, self.mlp = _Norm(), _AttentionLayer(), _Norm(), _Mlp()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.attention(self.input_norm(hidden))
@@ -225,7 +225,7 @@ class _SmallBlock(nn.Module):
         return out
 
 
-class _Attention(nn.Module):
+class _AttentionLayer(nn.Module):
     angles: torch.Tensor
 
     def __init__(self) -> None:

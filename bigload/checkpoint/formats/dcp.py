@@ -88,7 +88,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedDict:
-    """What `.metadata` describes: tensors, and the flat names of other values."""
+    """Content of `.metadata`: tensors, and the flat names of other values."""
 
     tensors: tuple[SavedTensor, ...]
     others: tuple[str, ...]

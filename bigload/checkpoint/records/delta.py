@@ -36,7 +36,7 @@ OpenFiles = Callable[[Sequence[str]], Checkpoint]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaDescription:
-    """What a delta is made of.
+    """Description of a delta: its base, and the tensors taken from it.
 
     Attributes:
         base: Folder of the base, absolute or relative to that of the delta.

@@ -17,7 +17,7 @@ from bigload.checkpoint.model import Checkpoint, Shard
 
 
 class ShardFingerprint(NamedTuple):
-    """What is remembered of one shard; of a remote one also its ETag, which notices other weights of the same form."""
+    """Fingerprint of one shard; of a remote one also its ETag, which notices other weights of the same form."""
 
     file: str
     num_bytes: int

@@ -22,7 +22,7 @@ SCHEMA = "bigload.part/1.0"
 
 
 class PartDescription(NamedTuple):
-    """What a checkpoint is a part of.
+    """Description of the whole that a checkpoint is a part of.
 
     Attributes:
         source: Location of the whole one, with its commit where it has one.

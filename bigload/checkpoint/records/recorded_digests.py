@@ -28,7 +28,7 @@ class RecordedDigest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedDigests:
-    """What a manifest says of the tensors of `checkpoint`.
+    """Digests that a manifest has of the tensors of `checkpoint`.
 
     Attributes:
         manifest: The manifest.

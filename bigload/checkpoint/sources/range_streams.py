@@ -36,7 +36,7 @@ _thread = threading.local()  # `streams`: open responses of the thread, the last
 
 
 class Shares:
-    """How much of `total` bytes a thread asks for next: less towards the end, so that all threads end together."""
+    """Sizes of the shares of `total` bytes that threads ask for: smaller towards the end, so that all end together."""
 
     def __init__(self, total: int, *, threads: int, most: int = MAX_STREAM_BYTES) -> None:
         self._left = total

@@ -66,7 +66,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """Which stored tensors go where, before any operation.
+    """Targets of stored tensors, before any operation.
 
     Attributes:
         targets: By the name in the model; of those that one rule makes of the same tensors, by the first name.

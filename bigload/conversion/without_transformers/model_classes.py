@@ -29,7 +29,7 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelClass:
-    """How one class of transformers names its weights, for a configuration.
+    """Names of the weights of one class of transformers, for a configuration.
 
     Attributes:
         base: Attribute under which it holds its base model; empty if it is the base model, or holds none.

@@ -17,7 +17,7 @@ Tensors = dict[str, "list[PiecedTensor] | PiecedTensor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What operations depend on besides tensors: the rule that they are part of, and sizes of the model."""
+    """Surroundings of an operation: the rule that it is part of, and sizes of the model."""
 
     rule: RenameRule
     size: Callable[[str, str], int | None]

@@ -64,7 +64,7 @@ class PartialState:
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return processes.num_processes()
 
     @property
@@ -99,7 +99,7 @@ class PartialState:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes: its accelerator, by its number on the host, or the CPU."""
+        """Device of this process: its accelerator, by its number on the host, or the CPU."""
         import torch
 
         if self._cpu or not torch.accelerator.is_available():

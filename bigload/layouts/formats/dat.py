@@ -65,7 +65,7 @@ def index_text(index: Mapping[str, Entry]) -> bytes:
 
 
 class BadForm(NamedTuple):
-    """Why an entry of an `index.json` is not the form of a tensor: the code of a `Problem`, and its text."""
+    """Error of an entry of an `index.json` that is not the form of a tensor: the code of a `Problem`, and its text."""
 
     code: str
     text: str

@@ -41,8 +41,8 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """Where the models of one `model_type` differ from others, in stored names below a layer.
+class _VllmFamily:
+    """Names and forms in which the models of one `model_type` differ from others, below a layer.
 
     `biases` are modules of vLLM with biases, and the key of the config that asks for them, or `True`. `tied` is the
     name that a tied embedding has. Matrices of a family that `is_fused` are fused in the checkpoint.
@@ -77,7 +77,7 @@ class _Names:
     expert_multiple: int
     families: Mapping[str, Mapping[str, Any]]
 
-    def modules_of(self, family: _Family) -> Mapping[str, Sequence[str]]:
+    def modules_of(self, family: _VllmFamily) -> Mapping[str, Sequence[str]]:
         return {made: (made,) for made in self.modules} if family.is_fused else self.modules
 
 
@@ -98,7 +98,7 @@ class VllmModel:
 
     checkpoint: Checkpoint
     names: _Names
-    family: _Family
+    family: _VllmFamily
     divisions: Mapping[str, Division]
 
     @classmethod
@@ -226,7 +226,7 @@ def _sources(made: Mapping[str, PiecedTensor], tensors: Mapping[str, Operand]) -
     return {**Conversion(tensors=moved).made_of(stored), **computed}
 
 
-def _known_family(checkpoint: Checkpoint, names: _Names, version: str) -> _Family:
+def _known_family(checkpoint: Checkpoint, names: _Names, version: str) -> _VllmFamily:
     config = checkpoint.config or {}
     found = config.get("model_type")
     if not isinstance(found, str) or found not in names.families:
@@ -239,7 +239,7 @@ def _known_family(checkpoint: Checkpoint, names: _Names, version: str) -> _Famil
             f"weights of {checkpoint.name} are to be quantised ones, and vLLM's form of them is not known here",
             hint="serve the quantised folder as it is, which vLLM divides while it loads; or add --dequantize bf16",
         )
-    family = _Family(**names.families[found])
+    family = _VllmFamily(**names.families[found])
     problems = list(_problems(checkpoint, family, names))
     if problems:
         raise PartitionError(
@@ -250,7 +250,7 @@ def _known_family(checkpoint: Checkpoint, names: _Names, version: str) -> _Famil
     return family
 
 
-def _problems(checkpoint: Checkpoint, family: _Family, names: _Names) -> Iterator[str]:
+def _problems(checkpoint: Checkpoint, family: _VllmFamily, names: _Names) -> Iterator[str]:
     """Yield a sentence for each tensor that is missing, or that vLLM's modules have no place for."""
     config = checkpoint.config or {}
     if family.is_always_tied and config.get("tie_word_embeddings") is False:
@@ -272,7 +272,7 @@ def _problems(checkpoint: Checkpoint, family: _Family, names: _Names) -> Iterato
     yield from (f"{name} has no place" for name in sorted(checkpoint.tensors.keys() - needed - ignored))
 
 
-def _needed(checkpoint: Checkpoint, family: _Family, names: _Names) -> Iterator[str]:
+def _needed(checkpoint: Checkpoint, family: _VllmFamily, names: _Names) -> Iterator[str]:
     """Yield the stored names of all that vLLM's model has. Layers with routed experts are those that store some."""
     config: Mapping[str, Any] = checkpoint.config or {}
     yield from (_EMBEDDING, _NORM) if _is_tied(checkpoint, family) else (_EMBEDDING, _NORM, _HEAD)
@@ -305,17 +305,17 @@ def _is_computed(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _is_expert(family: _Family, name: str) -> bool:
+def _is_expert(family: _VllmFamily, name: str) -> bool:
     is_apart = family.experts is not None and f"{_parts(name)[1]}.".startswith(f"{family.experts}.")
     return is_apart or _is_stacked(family, name)
 
 
-def _is_stacked(family: _Family, name: str) -> bool:
+def _is_stacked(family: _VllmFamily, name: str) -> bool:
     layer = _parts(name)[0]
     return bool(layer) and name.removeprefix(layer) in family.stacked_experts.values()
 
 
-def _is_tied(checkpoint: Checkpoint, family: _Family) -> bool:
+def _is_tied(checkpoint: Checkpoint, family: _VllmFamily) -> bool:
     return family.is_always_tied or (checkpoint.config or {}).get("tie_word_embeddings") is True
 
 
@@ -325,7 +325,7 @@ def _num_experts(checkpoint: Checkpoint) -> object:
     return config.get("num_local_experts", config.get("num_experts"))
 
 
-def _experts(checkpoint: Checkpoint, family: _Family, layer: str, kind: str) -> list[str]:
+def _experts(checkpoint: Checkpoint, family: _VllmFamily, layer: str, kind: str) -> list[str]:
     """Return the stored tensors of `kind`, expert by expert."""
     count, parts = _num_experts(checkpoint), family.expert_parts[kind]
     assert isinstance(count, int)

@@ -101,7 +101,7 @@ class PreparedReshard:
 
     @property
     def lack_of_space(self) -> NotEnoughSpaceError | None:
-        """Why the output cannot be written now, if its disk has too little room: a dry run can do without."""
+        """Reason not to write now, if the disk has too little room: a dry run can do without."""
         if self.needed_bytes <= self.free_bytes:
             return None
         return NotEnoughSpaceError(self.out, needed_bytes=self.needed_bytes, free_bytes=self.free_bytes)

@@ -47,7 +47,7 @@ class ProcessResult:
 
 @dataclass(frozen=True, slots=True)
 class PartOnDisk:
-    """What is on the disk of a file in parts: everything before byte `position`, and windows with their digests."""
+    """Parts of a file on the disk: everything before byte `position`, and windows with their digests."""
 
     position: int
     windows: WindowDigests

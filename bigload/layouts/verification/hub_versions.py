@@ -32,7 +32,7 @@ class HubVersion:
 
     @property
     def digest_name(self) -> str:
-        """What the ETag is."""
+        """Name of the digest that the ETag is."""
         return "SHA-256" if len(self.etag) == hashlib.sha256().digest_size * 2 else "git SHA-1"
 
     def new_hash(self, num_bytes: int) -> hashlib._Hash:

@@ -204,7 +204,7 @@ class _FileToDigest:
 
     @property
     def problem(self) -> Problem | None:
-        """Why it is not what the Hub has, if it is not."""
+        """Difference from what the Hub has, if any."""
         if self._version is None or self._digest.by_service == self._version.etag:
             return None
         text = f"its {self._version.digest_name} is {self._digest.by_service}, the Hub's is {self._version.etag}"

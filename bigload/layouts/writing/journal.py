@@ -32,7 +32,7 @@ def journal_name(rank: int) -> str:
 
 @dataclass(slots=True)
 class FileProgress:
-    """What of a file is on the disk.
+    """Progress of a file: the part that is on the disk.
 
     Attributes:
         tensors: Digests of its tensors, from the first on.

@@ -48,7 +48,7 @@ class RecentBytes:
 
 @dataclass(slots=True)
 class KeptExtents:
-    """Which bytes of a file are kept, as [start, stop] pairs; the last used one is last."""
+    """Extents of a file that are kept, as [start, stop] pairs; the last used one is last."""
 
     pairs: list[list[int]] = field(default_factory=list)
 

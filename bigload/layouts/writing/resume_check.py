@@ -37,7 +37,7 @@ class ReusableFile:
 
     @property
     def stop(self) -> int:
-        """Where the last of them is."""
+        """End of the last of them."""
         return max((self.digest.position, *(stop for _, stop in self.windows)))
 
 

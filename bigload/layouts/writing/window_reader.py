@@ -204,7 +204,7 @@ class WindowReader:
 
     @property
     def overflows(self) -> Mapping[str, int]:
-        """How many finite values of each tensor lie beyond the largest of its new dtype; none for most, and not named.
+        """Numbers of finite values beyond the largest of the new dtype, by tensor; tensors without any are left out.
 
         They became infinite, or no number, or that largest value.
         """

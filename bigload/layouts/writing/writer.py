@@ -65,7 +65,7 @@ class FileToWrite:
 
     @property
     def begin(self) -> int:
-        """Where writing begins: at the block of the first byte that is not kept."""
+        """First byte to write: the block of the first byte that is not kept."""
         return 0 if self.kept is None else self.kept.digest.position // BLOCK_BYTES * BLOCK_BYTES
 
 

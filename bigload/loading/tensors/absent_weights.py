@@ -41,7 +41,7 @@ LOAD_OR_DISPATCH = (
 
 
 class Absence(NamedTuple):
-    """Why a weight has no values.
+    """Reason for a weight without values.
 
     Attributes:
         name: The weight's name in the model.
@@ -55,7 +55,7 @@ class Absence(NamedTuple):
 
 
 class _WithoutValues:
-    """What tensors without values have in common."""
+    """Base of tensors without values."""
 
     __slots__ = ()
 

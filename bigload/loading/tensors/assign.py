@@ -27,8 +27,8 @@ class Assignment(NamedTuple):
     places: tuple[str, ...]
 
 
-class Comparison(NamedTuple):
-    """What a checkpoint and a module have in common, and what only one of them has.
+class NameComparison(NamedTuple):
+    """Names that a checkpoint and a module have in common, and those that only one of them has.
 
     Attributes:
         assignments: Which stored tensor goes where.
@@ -71,7 +71,7 @@ def match(
 ) -> tuple[Assignment, ...]:
     """Return which of the wanted tensors goes where in `module`, without reading one.
 
-    What stays on disk is left alone. `unexpected` and `problems` are what a conversion has found; see `Comparison`.
+    What stays on disk is left alone. `unexpected` and `problems` are what a conversion has found; see `NameComparison`.
     """
     compared = compare(module, {want.name: want for want in selection.wanted}, selection.left_on_disk)
     found = compared._replace(unexpected=(*compared.unexpected, *unexpected), problems=tuple(problems))
@@ -80,7 +80,7 @@ def match(
     return found.assignments
 
 
-def compare(module: nn.Module, tensors: Mapping[str, HasTorchShape], ignored: Collection[str] = ()) -> Comparison:
+def compare(module: nn.Module, tensors: Mapping[str, HasTorchShape], ignored: Collection[str] = ()) -> NameComparison:
     """Return which of `tensors` goes where in `module`, and what does not correspond.
 
     Tied parameters need one stored tensor among them. Buffers that the module does not save are left alone, and so is
@@ -101,7 +101,7 @@ def compare(module: nn.Module, tensors: Mapping[str, HasTorchShape], ignored: Co
             misshapen.append(f"{stored[0]} is {list(found)} in the checkpoint, {list(expected)} in the module")
     known = {name for places in groups for name in places}
     unexpected = tuple(name for name in (*tensors, *ignored) if name not in known)
-    return Comparison(
+    return NameComparison(
         assignments=tuple(assignments), missing=tuple(missing), unexpected=unexpected, misshapen=tuple(misshapen)
     )
 

@@ -20,7 +20,7 @@ _UNITS = {"B": 1, "KB": KIB, "MB": MIB, "GB": GIB}  # amd-smi divides by 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Gpu:
+class _AmdGpu:
     index: int
     total_bytes: int
     free_bytes: int
@@ -72,7 +72,7 @@ def read_amd_gpus(text: str, environ: Mapping[str, str], *, source: str) -> Dete
     return DetectedGpus(memory=memory, notes=(doubt,) if unlike else ())
 
 
-def _gpus(text: str) -> Iterator[_Gpu]:
+def _gpus(text: str) -> Iterator[_AmdGpu]:
     """Yield the GPUs in an answer; those whose sizes are no figures are left out."""
     try:
         answer = json.loads(text[text.index(min(set(text) & {"[", "{"}, key=text.index)) :])
@@ -95,9 +95,9 @@ def _used(card: Mapping[str, object]) -> int | None:
     return _plain(card, "VRAM Total Used Memory (B)")
 
 
-def _gpu(index: int, total: int | None, used: int | None) -> Iterator[_Gpu]:
+def _gpu(index: int, total: int | None, used: int | None) -> Iterator[_AmdGpu]:
     if total and used is not None and used <= total:
-        yield _Gpu(index=index, total_bytes=total, free_bytes=total - used)
+        yield _AmdGpu(index=index, total_bytes=total, free_bytes=total - used)
 
 
 def _plain(card: Mapping[str, object], key: str) -> int | None:

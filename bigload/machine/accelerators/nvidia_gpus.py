@@ -33,7 +33,7 @@ _LEADING_NUMBER = re.compile(r"\s*\+?([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Gpu:
+class _NvidiaGpu:
     """A line of `nvidia-smi`; where a size is no figure, `free_bytes` is `None` and `told` has the text instead."""
 
     index: int
@@ -93,14 +93,14 @@ def read_gpus(text: str, environ: Mapping[str, str], slices: Callable[[], list[M
     )
 
 
-def _gpu(line: str) -> _Gpu | None:
+def _gpu(line: str) -> _NvidiaGpu | None:
     fields = [field.strip() for field in line.split(",", _NUM_FIELDS - 1)]  # the name is last: it may hold a comma
     if len(fields) != _NUM_FIELDS or _FIGURE.fullmatch(fields[0]) is None:
         return None
     index, uuid, total, free, mig, name = fields
     # Both sizes or none: a total without what is free would still leave the limit to be guessed.
     is_told = all(_FIGURE.fullmatch(size) for size in (total, free)) and 0 < int(total) >= int(free)
-    return _Gpu(
+    return _NvidiaGpu(
         index=int(index),
         uuid=uuid,
         name=name,
@@ -111,9 +111,9 @@ def _gpu(line: str) -> _Gpu | None:
     )
 
 
-def _visible(gpus: Sequence[_Gpu], listed: str) -> list[_Gpu]:
+def _visible(gpus: Sequence[_NvidiaGpu], listed: str) -> list[_NvidiaGpu]:
     find = _by_uuid if listed.strip().startswith("GPU-") else _by_index
-    visible: list[_Gpu] = []
+    visible: list[_NvidiaGpu] = []
     for item in listed.split(","):
         gpu = find(gpus, item)
         if gpu is None:
@@ -124,17 +124,17 @@ def _visible(gpus: Sequence[_Gpu], listed: str) -> list[_Gpu]:
     return visible
 
 
-def _by_uuid(gpus: Sequence[_Gpu], item: str) -> _Gpu | None:
+def _by_uuid(gpus: Sequence[_NvidiaGpu], item: str) -> _NvidiaGpu | None:
     named = [gpu for gpu in gpus if item.strip() and gpu.uuid.startswith(item.strip())]
     return named[0] if len(named) == 1 else None
 
 
-def _by_index(gpus: Sequence[_Gpu], item: str) -> _Gpu | None:
+def _by_index(gpus: Sequence[_NvidiaGpu], item: str) -> _NvidiaGpu | None:
     number = _LEADING_NUMBER.match(item)
     return next((gpu for gpu in gpus if number is not None and gpu.index == int(number[1])), None)
 
 
-def _slice(visible: Sequence[_Gpu], listed: str | None) -> str | None:
+def _slice(visible: Sequence[_NvidiaGpu], listed: str | None) -> str | None:
     """Return why `cuda:0` is a part of a GPU of unknown size, or `None` when GPUs are whole."""
     if listed is not None and listed.strip().startswith("MIG-"):
         return "CUDA_VISIBLE_DEVICES names a MIG slice that nvidia-smi does not list"
@@ -154,7 +154,7 @@ def _sliced(part: MigSlice | None, reason: str, said: tuple[str, ...]) -> Detect
     return DetectedGpus(memory=(memory,), missing=f"{part} is all that a program sees", notes=said)
 
 
-def _memory(numbered: Sequence[tuple[Device, _Gpu]]) -> Iterator[DetectedMemory]:
+def _memory(numbered: Sequence[tuple[Device, _NvidiaGpu]]) -> Iterator[DetectedMemory]:
     for device, gpu in numbered:
         if gpu.free_bytes is not None:
             yield DetectedMemory(
@@ -162,7 +162,7 @@ def _memory(numbered: Sequence[tuple[Device, _Gpu]]) -> Iterator[DetectedMemory]
             )
 
 
-def _unknown(numbered: Sequence[tuple[Device, _Gpu]]) -> Iterator[UnknownMemory]:
+def _unknown(numbered: Sequence[tuple[Device, _NvidiaGpu]]) -> Iterator[UnknownMemory]:
     for device, gpu in numbered:
         if gpu.free_bytes is None:
             # GPUs that share the machine's RAM (GB10, Jetson) say N/A. To take it for both would be to take it twice.
@@ -170,7 +170,9 @@ def _unknown(numbered: Sequence[tuple[Device, _Gpu]]) -> Iterator[UnknownMemory]
             yield UnknownMemory(device=device, reason=f"nvidia-smi says {gpu.told} for {gpu}{shared}")
 
 
-def _doubts(gpus: Sequence[_Gpu], numbered: Sequence[tuple[Device, _Gpu]], environ: Mapping[str, str]) -> Iterator[str]:
+def _doubts(
+    gpus: Sequence[_NvidiaGpu], numbered: Sequence[tuple[Device, _NvidiaGpu]], environ: Mapping[str, str]
+) -> Iterator[str]:
     """Yield a sentence when CUDA may number unlike GPUs otherwise than `nvidia-smi` does."""
     is_certain = (
         environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

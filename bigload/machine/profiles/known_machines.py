@@ -37,7 +37,7 @@ _HOST = DeviceProfile(
 
 
 @dataclass(frozen=True, slots=True)
-class _Gpu:
+class _GpuPeaks:
     """Peaks of a GPU: GB/s of its memory, and 10^12 operations per second by dtype; `None`: it has no such unit."""
 
     name: str
@@ -51,28 +51,28 @@ class _Gpu:
     source: str
 
 
-_GPUS: Mapping[str, _Gpu] = MappingProxyType(
+_GPUS: Mapping[str, _GpuPeaks] = MappingProxyType(
     {
-        "t4": _Gpu("Tesla T4", 320, 8.1, 65, None, None, 130, 3, "https://hmc-tech.com/gpu/nvidia-a16-vs-nvidia-t4"),
-        "3090": _Gpu(
+        "t4": _GpuPeaks("Tesla T4", 320, 8.1, 65, None, None, 130, 3, "https://hmc-tech.com/gpu/nvidia-a16-vs-nvidia-t4"),
+        "3090": _GpuPeaks(
             "GeForce RTX 3090", 936, 35.6, 71, 71, None, 284, 4,
             "https://docslib.org/doc/759549/nvidia-ampere-ga102-gpu-architecture-whitepaper",
         ),
-        "4090": _Gpu(
+        "4090": _GpuPeaks(
             "GeForce RTX 4090", 1008, 82.6, 165, 165, 330, 661, 4,
             "https://waredb.com/processor/nvidia-geforce-rtx-4090",
         ),
-        "l40s": _Gpu(
+        "l40s": _GpuPeaks(
             "L40S", 864, 91.6, 362, 362, 733, 733, 4, "https://www.mullet.se/product.html?product_id=355414"
         ),
-        "a100": _Gpu(
+        "a100": _GpuPeaks(
             "A100 SXM 80GB", 2039, 19.5, 312, 312, None, 624, 4, "https://glennklockwood.com/garden/processors/A100"
         ),
-        "h100": _Gpu(
+        "h100": _GpuPeaks(
             "H100 SXM", 3350, 66.9, 989, 989, 1979, 1979, 5, "https://glennklockwood.com/garden/processors/h100"
         ),
-        "h200": _Gpu("H200 SXM", 4800, 66.9, 989, 989, 1979, 1979, 5, "https://aiwiki.ai/wiki/nvidia_h200"),
-        "b200": _Gpu(
+        "h200": _GpuPeaks("H200 SXM", 4800, 66.9, 989, 989, 1979, 1979, 5, "https://aiwiki.ai/wiki/nvidia_h200"),
+        "b200": _GpuPeaks(
             "B200 SXM", 8000, 80, 2250, 2250, 4500, 4500, 5, "https://glennklockwood.com/garden/processors/B200"
         ),
     }

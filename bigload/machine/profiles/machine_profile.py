@@ -29,7 +29,7 @@ _MOST_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """What one device does in a second. Dtypes have the names of `bigload.dtypes`, `BF16`.
+    """Rates of one device, per second. Dtypes have the names of `bigload.dtypes`, `BF16`.
 
     Attributes:
         device: `cpu`, `cuda:0`, or a kind, `cuda`, where all of that kind are alike.
@@ -53,7 +53,7 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
-    """What one machine does in a second.
+    """Rates of one machine, per second.
 
     Attributes:
         name: `this machine`, a name of the table of known machines, or that of a file.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Phase(StrEnum):
-    """What a thread does at a moment of a load; the parts of it that are none of these are waiting.
+    """Activity of a thread at a moment of a load; the parts of it that are none of these are waiting.
 
     `read`: a system call brings bytes. `fault`: fresh memory, or pages of a map, are made ready. `copy`: bytes move
     in memory or to a device. `cast`: to another dtype. `assign`: tensors are made and put into a module. `wait`: for

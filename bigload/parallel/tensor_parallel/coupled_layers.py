@@ -102,7 +102,7 @@ def _transferred(weightless: WeightlessModel, coupled: CoupledLayers, row: str) 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """Where the graph of the reference begins: the answer of a layer, or a parameter that no layer owns."""
+    """Beginning of the graph of the reference: the answer of a layer, or a parameter that no layer owns."""
 
     name: str
     is_layer: bool

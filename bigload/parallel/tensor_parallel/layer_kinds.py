@@ -15,7 +15,7 @@ _WIDTH = 4
 
 
 class LayerKind(Enum):
-    """How a layer uses its weight.
+    """Use of a weight by its layer.
 
     `LINEAR`: outputs x inputs, as in `nn.Linear`. `TRANSPOSED`: inputs x outputs, as in the `Conv1D` of GPT-2.
     `LOOKUP`: a table, of which a row is returned for each index, perhaps scaled, as in `nn.Embedding`.

@@ -53,7 +53,7 @@ class PartialPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallelPlan:
-    """How `size` ranks divide a model. It is data: it can be pickled, and holds no tensor.
+    """Division of a model among `size` ranks. It is data: it can be pickled, and holds no tensor.
 
     Attributes:
         size: How many ranks there are.

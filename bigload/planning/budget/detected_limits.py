@@ -50,7 +50,7 @@ def resolve_limits(
 
 
 class _View(NamedTuple):
-    """What was seen of the machine; `is_whole` when nothing of it was left out."""
+    """Seen part of the machine; `is_whole` when nothing of it was left out."""
 
     memory: Mapping[Device, DetectedMemory]
     gpus: DetectedGpus

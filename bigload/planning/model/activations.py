@@ -74,7 +74,7 @@ class ScanMemory(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """What one block holds while it runs.
+    """Memory of one block while it runs.
 
     Attributes:
         stream: Elements per token that live through the whole block.

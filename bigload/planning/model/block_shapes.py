@@ -116,7 +116,7 @@ class FeedForwardShapes(NamedTuple):
 
 
 class BlockShapes(NamedTuple):
-    """What was found in a block.
+    """Shapes of the layers of a block.
 
     Attributes:
         feed_forward: Its feed-forward, routed experts aside.

@@ -41,7 +41,7 @@ _COMPUTING = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCache:
-    """What one block keeps per sequence, in elements.
+    """Cache of one block per sequence, in elements.
 
     Attributes:
         per_token: Of the block's own sequence.

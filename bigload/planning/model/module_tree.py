@@ -71,7 +71,7 @@ class ModuleNode:
 
     @property
     def contents(self) -> Contents:
-        """What is below it; equal for modules that are alike."""
+        """Names and tensors below it; equal for modules that are alike."""
         start = len(self.name) + 1 if self.name else 0
         forms = {tensor.name[start:]: StoredForm.of(tensor) for tensor in self.all_tensors()}
         return tuple(sorted(forms)), tuple(forms[name] for name in sorted(forms))
@@ -266,7 +266,7 @@ class _StoredModule(ModuleNode):
 
 
 class _Stage(IntEnum):
-    """When siblings run, earliest first."""
+    """Order in which siblings run, earliest first."""
 
     TOWER = auto()
     BRIDGE = auto()

@@ -51,7 +51,7 @@ NO_RUN_MEMORY = RunMemory(cache_bytes={}, logits_bytes=0, activation_bytes=0, un
 
 
 class MemoryModel(NamedTuple):
-    """What a model's tensors and config say about its memory; asked for any number of workloads.
+    """Memory that a model takes by its tensors and config, for any number of workloads.
 
     Attributes:
         caches: Of decoder blocks.

@@ -74,7 +74,7 @@ def find_ties(checkpoint: Checkpoint, *, are_equal: AreEqual = stored_equal) -> 
 
 
 class _Claim(NamedTuple):
-    """What should share memory with the tensor `source`: stored copies, which may turn out to differ, and the rest."""
+    """Names to share memory with the tensor `source`: stored copies, which may turn out to differ, and the rest."""
 
     source: TensorInfo
     copies: tuple[TensorInfo, ...] = ()

@@ -13,7 +13,7 @@ from bigload.planning.model.ties import TiedGroup
 
 
 class UnitKind(StrEnum):
-    """Why a unit is a unit."""
+    """Kind of a unit."""
 
     BLOCK = "block"
     """One of the repeated blocks, never split: its residual connections stay on one device."""

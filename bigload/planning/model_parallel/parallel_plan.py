@@ -45,7 +45,7 @@ class RankUse:
 
     @property
     def run_bytes(self) -> int:
-        """What running takes beside weights and caches."""
+        """Bytes that running takes beside weights and caches."""
         return self.padding_bytes + self.logits_bytes + self.activation_bytes + self.overhead_bytes
 
     @property
@@ -59,7 +59,7 @@ class RankUse:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan(PlannedCheckpoint):
-    """Where every tensor of a checkpoint goes when ranks divide it.
+    """Ranks of every tensor of a checkpoint that they divide.
 
     Attributes:
         grid: Ranks, stages and hosts.

@@ -27,7 +27,7 @@ _MOST_TRIED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelRequest:
-    """What is asked of a parallel plan beside its checkpoint.
+    """Request for a parallel plan, beside its checkpoint.
 
     Attributes:
         grid: Ranks, stages and hosts.

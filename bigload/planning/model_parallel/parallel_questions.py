@@ -58,7 +58,7 @@ def largest_context(checkpoint: Checkpoint, gpu_bytes: int, request: ParallelReq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridMemory:
-    """What one way to divide a model takes.
+    """Memory of one division of a model.
 
     Attributes:
         grid: The way; its hosts are those of the question.
@@ -119,7 +119,7 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExplanation:
-    """Why a module is on the ranks that have it.
+    """Reasons for the ranks of a module.
 
     Attributes:
         name: Of the module or tensor in the checkpoint.

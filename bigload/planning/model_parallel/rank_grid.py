@@ -92,7 +92,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """What ranks send one another in a forward pass.
+    """Bytes that ranks send one another in a forward pass.
 
     Attributes:
         tp: Ranks that add up what they have made of the same tokens, once for each sum.

@@ -13,7 +13,7 @@ from bigload.units import counted, format_size
 
 
 class Verdict(StrEnum):
-    """What is known about a plan."""
+    """Knowledge about the quality of a plan."""
 
     OPTIMAL = "optimal"
     """No placement whatever streams fewer bytes per second of the estimate."""

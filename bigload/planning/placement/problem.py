@@ -27,7 +27,7 @@ from bigload.planning.options import Bandwidth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementProblem:
-    """What a policy is asked.
+    """Question to a policy.
 
     Attributes:
         units: The pieces of the model, in execution order.

@@ -42,7 +42,7 @@ _MAX_UNITS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceShare:
-    """What a device holds of the modules asked about: bytes of weights, and of what they need where they run."""
+    """Part of the modules asked about on one device: bytes of weights, and of what they need where they run."""
 
     device: Device
     runs_on: Device
@@ -84,7 +84,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a module or tensor is where it is.
+    """Reasons for the place of a module or tensor.
 
     Attributes:
         name: Its name in the checkpoint.
@@ -130,7 +130,7 @@ def explain(details: PlanDetails, name: str) -> Explanation:
     `name` is a key of the device map, a module above or below one, a tensor, or the end of such a name that only one
     has, `layers.37` for example.
     """
-    subject = _Subject(details, name_in_checkpoint(details, name))
+    subject = _NamedModules(details, name_in_checkpoint(details, name))
     trials = _Trials(details)
     return Explanation(
         name=subject.name,
@@ -143,8 +143,8 @@ def explain(details: PlanDetails, name: str) -> Explanation:
     )
 
 
-class _Subject:
-    """What a name stands for in a plan."""
+class _NamedModules:
+    """Modules of a plan that a name stands for."""
 
     def __init__(self, details: PlanDetails, name: str) -> None:
         self.details, self.name = details, name
@@ -250,7 +250,7 @@ def _with_resident_experts(details: PlanDetails) -> PlacementProblem:
     return replace(problem, fixed_bytes={**problem.fixed_bytes, device: taken})
 
 
-def _reasons(subject: _Subject, trials: _Trials) -> Iterator[PlanNote]:
+def _reasons(subject: _NamedModules, trials: _Trials) -> Iterator[PlanNote]:
     yield from _on_structure(subject)
     if not subject.keys:
         return
@@ -267,7 +267,7 @@ def _reasons(subject: _Subject, trials: _Trials) -> Iterator[PlanNote]:
         yield from _on_streaming(streamed, trials)
 
 
-def _on_structure(subject: _Subject) -> Iterator[PlanNote]:
+def _on_structure(subject: _NamedModules) -> Iterator[PlanNote]:
     structure, keys = subject.details.structure, subject.keys
     prefixes = [name for name in structure.left_out if f"{subject.name}.".startswith(f"{name}.")]
     covered = [name for name in structure.left_out if f"{name}.".startswith(f"{subject.name}.")]
@@ -292,7 +292,7 @@ def _on_structure(subject: _Subject) -> Iterator[PlanNote]:
     yield from _on_experts(subject)
 
 
-def _tied_to(subject: _Subject) -> Iterator[str]:
+def _tied_to(subject: _NamedModules) -> Iterator[str]:
     homes = subject.details.plan.homes
     for tie in subject.details.structure.ties:
         names = (*tie.stored, *tie.absent_modules)
@@ -301,7 +301,7 @@ def _tied_to(subject: _Subject) -> Iterator[str]:
             yield from members
 
 
-def _on_experts(subject: _Subject) -> Iterator[PlanNote]:
+def _on_experts(subject: _NamedModules) -> Iterator[PlanNote]:
     units, homes = subject.units, subject.placement.devices
     if len(subject.indexes) > _MAX_UNITS:
         return
@@ -388,7 +388,7 @@ def _blame(trials: _Trials) -> str:
     return "" if policy_named(policy).is_exact else f"; the {policy} policy does not look for that"
 
 
-def _alternatives(subject: _Subject, trials: _Trials) -> Iterator[Alternative]:
+def _alternatives(subject: _NamedModules, trials: _Trials) -> Iterator[Alternative]:
     if len(subject.indexes) > _MAX_UNITS:
         return
     for index in subject.indexes:

@@ -36,7 +36,7 @@ _STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestUnit:
-    """What bounds the size of a device from below: the largest module that stays whole, with all that it needs.
+    """Lower bound of a device's size: the largest module that stays whole, with all that it needs.
 
     `num_bytes` is of its weights, `run_bytes` of its cache and logits.
     """
@@ -56,7 +56,7 @@ class LeastMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EveryGpu:
-    """What bounds the size of every GPU, however many there are.
+    """Lower bound of every GPU's size, however many there are.
 
     Attributes:
         fixed_bytes: Of every GPU that is used: overhead and activations, which all sizes include.
@@ -71,7 +71,7 @@ class EveryGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSizes(EveryGpu):
-    """What equal GPUs need when nothing is offloaded: one answer per number of GPUs, as they were asked for."""
+    """Sizes of equal GPUs that offload nothing: one answer per number of GPUs, as they were asked for."""
 
     least: tuple[LeastMemory, ...]
 
@@ -128,7 +128,7 @@ class GpusWithRam:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeeds(EveryGpu):
-    """How many GPUs of one size a model needs.
+    """Number of GPUs of one size that a model needs.
 
     Attributes:
         gpu_bytes: Of each.

@@ -16,7 +16,7 @@ RankRanges = tuple[tuple[Range, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a tensor is divided.
+    """Parts of a tensor by rank.
 
     Attributes:
         dim: The divided dimension; `None` if every rank holds the whole tensor.

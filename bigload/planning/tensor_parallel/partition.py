@@ -30,7 +30,7 @@ from bigload.units import counted, format_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """How `tp` ranks divide a checkpoint: the division of every tensor by name, with notes on what stays whole.
+    """Partition of a checkpoint among `tp` ranks: the division of every tensor by name, with notes on what stays whole.
 
     `summed` are the layers whose outputs ranks have to add up: each has some of the input features, or of the experts.
     """

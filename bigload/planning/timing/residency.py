@@ -19,7 +19,7 @@ def room_for_pages(free_bytes: int, window_bytes: int) -> int:
 
 
 class Source(Enum):
-    """Where a block's weights are when it is to run: on its device, in the page cache, or only where they live."""
+    """Place of a block's weights when it is to run: on its device, in the page cache, or only where they live."""
 
     DEVICE = "device"
     CACHE = "cache"
@@ -27,7 +27,7 @@ class Source(Enum):
 
 
 class SteadyState(NamedTuple):
-    """Where weights are found.
+    """Places of all weights in the steady state.
 
     Attributes:
         sources: Of each block, without its routed experts.

@@ -31,7 +31,7 @@ Partners = Sequence[tuple[str, QueuedModule]]
 
 
 class TieGroups:
-    """Which items of a work list share parameters.
+    """Items of a work list that share parameters.
 
     `counted_again` has the sizes of parameters that are counted under each of their names; where each counts under its
     first name only, there is nothing to take off.

@@ -73,7 +73,7 @@ class ModuleQueue:
 
     @property
     def largest_layer(self) -> Size:
-        """What a device keeps free for offloaded layers, see `_LargestLayer`."""
+        """Bytes that a device keeps free for offloaded layers, see `_LargestLayer`."""
         return self._layers.num_bytes
 
     @property

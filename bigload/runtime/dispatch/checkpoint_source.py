@@ -73,23 +73,23 @@ class CheckpointSource:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What was opened, without what a plan leaves out."""
+        """The opened checkpoint, without the tensors that a plan leaves out."""
         return self.view.checkpoint
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What can be loaded."""
+        """Tensors that can be loaded."""
         return self.view.tensors
 
     @cached_property
     def unpacked(self) -> Mapping[str, StoredTensor]:
-        """What can be loaded by itself: all but the parts of packed weights."""
+        """Tensors that can be loaded by themselves: all but the parts of packed weights."""
         parts = {part for each in self.packed.values() for part in each.parts}
         return {name: tensor for name, tensor in self.tensors.items() if name not in parts} if parts else self.tensors
 
     @property
     def dtype(self) -> DType | None:
-        """What the plan counted with."""
+        """Dtype that the plan counted with."""
         return None if self.plan is None else self.plan.options.workload.load_dtype
 
     def load(

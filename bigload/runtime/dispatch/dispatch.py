@@ -53,7 +53,7 @@ _USING_WEIGHTS_OF_CHILDREN = ("MultiheadAttention",)
 
 
 class DispatchOptions(NamedTuple):
-    """How a model is dispatched, whatever its device map; see `dispatch_model`.
+    """Options of a dispatch, whatever the device map; see `dispatch_model`.
 
     Attributes:
         streaming: Bounds on the memory of streamed weights; `None` if each module loads its own when it runs.
@@ -177,7 +177,7 @@ def _dispatch(
 
 
 class ResolvedDeviceMap(NamedTuple):
-    """Where each part of a model lives and runs.
+    """Home and execution device of each part of a model.
 
     Attributes:
         device_map: As it was given.

@@ -118,7 +118,7 @@ def _hide_from_loading(model: nn.Module, plan: Plan) -> None:
 
 
 class _ModuleState(NamedTuple):
-    """What a module was before."""
+    """State of a module before the dispatch."""
 
     module: nn.Module
     attributes: dict[str, Any]

@@ -196,7 +196,7 @@ def load_matched(
 
 
 class _PlacementRules(NamedTuple):
-    """Which device and dtype each tensor gets."""
+    """Device and dtype of each tensor."""
 
     model: nn.Module
     device_map: DeviceMap | None

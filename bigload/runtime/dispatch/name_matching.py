@@ -13,7 +13,7 @@ from torch import nn
 from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.quantisation import quantisation_of, unpacks_weights
 from bigload.errors import abridged
-from bigload.loading.tensors.assign import Comparison, compare, tensor_named
+from bigload.loading.tensors.assign import NameComparison, compare, tensor_named
 from bigload.planning.plan import Plan
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
 from bigload.runtime.dispatch.packed_weights import PackedParameter, packed_parameters_of
@@ -28,7 +28,7 @@ class MatchedCheckpoint:
     """An opened checkpoint, and what it has in common with a model; packed parameters are apart, by name."""
 
     source: CheckpointSource
-    comparison: Comparison
+    comparison: NameComparison
     packed: Mapping[str, PackedParameter] = field(default_factory=dict)
 
 
@@ -72,7 +72,7 @@ def matched(
     return MatchedCheckpoint(source=source, comparison=found, packed=packed)
 
 
-def _log(name: str, source: CheckpointSource, found: Comparison) -> None:
+def _log(name: str, source: CheckpointSource, found: NameComparison) -> None:
     path = source.checkpoint.path
     if found.unexpected:
         text = "Some weights of the checkpoint at %s were not used when filling %s, which does not have them: %s"

@@ -57,7 +57,7 @@ class LoadedWeight(Protocol):
 
     @property
     def held(self) -> Tensor:
-        """What they shall hold meanwhile."""
+        """Value that they hold during forwards."""
 
 
 class AlignDevicesHook(ModelHook):

@@ -27,7 +27,7 @@ OWN_METHODS = (*MOVING_METHODS, *CASTING_METHODS, "_load_from_state_dict", "_cal
 
 
 class ModelHook:
-    """What happens around the forward of a module. This one does nothing; derive from it.
+    """Calls around the forward of a module. This one does nothing; derive from it.
 
     Calls come in this order: `init_hook` once; `pre_forward` and then either `post_forward` or, if forward raised,
     `abort_forward`, for each forward; `detach_hook` once. A `pre_forward` or `post_forward` that raises has to leave

@@ -25,7 +25,7 @@ TiedTensors = MutableMapping[int, dict[DeviceLike, torch.Tensor]]
 
 @runtime_checkable
 class OffloadHook(Protocol):
-    """What is asked of the hook that brings the weights of a module in, be it bigload's or accelerate's own."""
+    """Interface of a hook that brings the weights of a module in, be it bigload's or accelerate's own."""
 
     offload: bool
     execution_device: DeviceLike | None

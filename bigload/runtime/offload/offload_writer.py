@@ -304,7 +304,7 @@ def index_of(folder: Path) -> dict[str, Entry]:
 
 
 class _WeightRecord(NamedTuple):
-    """What a weight was when it was written: its form, its digest, and the file that this is known of."""
+    """Record of a written weight: its form, its digest, and the file that this is known of."""
 
     entry: Entry
     digest: str

@@ -44,7 +44,7 @@ _MAX_MAPS = 16384
 
 
 class FileWeight(NamedTuple):
-    """Where a weight is stored, and the dtype that it is wanted in.
+    """Location of a stored weight, and the dtype that it is wanted in.
 
     Attributes:
         path: The file.

@@ -161,7 +161,7 @@ class LayeredWeights(ChainMap[str, torch.Tensor]):
 
     @cached_property
     def index(self) -> Mapping[str, Entry]:
-        """What is stored and where, in the form of an offload folder's index; files by absolute paths.
+        """Stored weights in the form of an offload folder's index; files by absolute paths.
 
         It has no entry for what a file does not hold as one tensor.
         """

@@ -41,7 +41,7 @@ _NUMBERS = (torch.int64, torch.int32)
 
 
 class ExpertOwner(BlockOwner, Protocol):
-    """What `FusedExperts` needs of its streamer."""
+    """Interface of a streamer for `FusedExperts`."""
 
     def enter(self, block: StreamedBlock) -> None:
         """Install the weights of `block`."""
@@ -131,7 +131,7 @@ class ExpertBlock(StreamedBlock):
 
 
 class _InUse(threading.local):
-    """What the calling thread does with the experts of a module."""
+    """Experts of a module that the calling thread uses."""
 
     depth = 0
     block: ExpertBlock | None = None

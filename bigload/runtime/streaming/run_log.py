@@ -16,7 +16,7 @@ _SPANS_KEPT = 20_000
 
 
 class ForwardStats(NamedTuple):
-    """What happened in one forward of the model, and since the one before.
+    """Events of one forward of the model, and of the time since the one before.
 
     Attributes:
         seconds: From its beginning to its end.
@@ -62,7 +62,7 @@ class TraceSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStats:
-    """What a dispatched model did since it was dispatched.
+    """Totals of a dispatched model since it was dispatched.
 
     Attributes:
         forwards: The last thousand forwards, oldest first.
@@ -87,7 +87,7 @@ _Note = tuple[str, str, threading.Thread, float, float, int]
 
 @dataclass(slots=True)
 class _Counts:
-    """What has been counted since the last forward ended."""
+    """Counts since the last forward ended."""
 
     read_before: int | None
     fetched_bytes: int = 0

@@ -35,7 +35,7 @@ class HookedModule(NamedTuple):
 
 
 class BlockOwner(Protocol):
-    """What a block needs of its streamer."""
+    """Interface of a streamer for its blocks."""
 
     def add(self, block: StreamedBlock) -> None:
         """Have `block` streamed."""

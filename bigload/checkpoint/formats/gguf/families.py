@@ -65,7 +65,7 @@ _SCALES = {
 
 
 class GgufRule(StrEnum):
-    """What a tensor of transformers is besides another name for one in GGUF; `conversion.gguf_rules` applies it."""
+    """Rule for a tensor that is more than another name for one in GGUF; `conversion.gguf_rules` applies it."""
 
     HEADS = "halves of a query's head take turns, for llama.cpp's rotary embedding"
     KEY_HEADS = "the same of a key's head"
@@ -80,7 +80,7 @@ class GgufRule(StrEnum):
 
 
 class PredictionLayers(StrEnum):
-    """What llama.cpp's converter does with layers of multi-token prediction, which llama.cpp does not run."""
+    """Treatment of layers of multi-token prediction, which llama.cpp does not run, by its converter."""
 
     WRITTEN = "blocks after all others, with tensors of their own"
     LEFT_OUT = "none of their tensors is written"

@@ -30,7 +30,7 @@ class UnknownTokenizerError(Exception):
 
 
 class TokenType(IntEnum):
-    """What llama.cpp does with a token."""
+    """Kind of a token, by which llama.cpp treats it."""
 
     NORMAL = 1
     UNKNOWN = 2

@@ -62,7 +62,7 @@ class _Label(NamedTuple):
 
 
 class _Limits:
-    """What one search keeps: rooms, the largest unit that may be streamed, and the rank to stay below.
+    """Limits of one search: rooms, the largest unit that may be streamed, and the rank to stay below.
 
     `leaves_early` tells whether the execution device may be left before it is full.
     """

@@ -32,7 +32,7 @@ class Bin(NamedTuple):
 
 
 class KnapsackChoice(NamedTuple):
-    """How many of each kind go into the first and the second bin; `exact` if no choice is worth more."""
+    """Numbers of each kind in the first and the second bin; `exact` if no choice is worth more."""
 
     first: tuple[int, ...]
     second: tuple[int, ...]

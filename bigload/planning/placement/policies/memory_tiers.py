@@ -22,7 +22,7 @@ KNAPSACK_STEP = 10
 
 
 class Tier(IntEnum):
-    """Where weights are, the fastest first."""
+    """Memory that weights are in, the fastest first."""
 
     ACCELERATOR = 0
     RAM = 1
@@ -61,7 +61,7 @@ class Host:
 
 
 class TierSplit(NamedTuple):
-    """How many units of each kind are on the accelerator and in RAM, the others on disk.
+    """Numbers of units of each kind on the accelerator and in RAM, the others on disk.
 
     `counts` has a pair for each of `members`, the indexes of the units of one kind. `cost` is that of a token; no split
     costs less if `exact`.
