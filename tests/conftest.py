@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,6 +36,13 @@ settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, d
 settings.register_profile("nightly", settings.get_profile("dev"), max_examples=100)
 settings.register_profile("thorough", settings.get_profile("dev"), max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def whole_transformers():
+    """A program imports less of transformers; runs of `bigload` in this process share it with tests of all the rest."""
+    with mock.patch("bigload_cli.lean_transformers.import_lean"):
+        yield
 
 
 FOLDERS = itertools.count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.model import Checkpoint
@@ -109,7 +111,7 @@ class ModelMaker(NamedTuple):
         usual = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
-            with init_empty_weights(include_buffers=False):
+            with init_empty_weights(include_buffers=False), _NoDraws():
                 model: nn.Module = self.model_class(self.config)
         finally:
             torch.set_default_dtype(usual)
@@ -246,6 +248,24 @@ class PlannedModel(NamedTuple):
         generator = torch.Generator().manual_seed(_SEED)
         ids = torch.randint(0, self.maker.vocabulary or 1, (1, tokens), generator=generator).to(self.device)
         return {"input_ids": ids, **({"decoder_input_ids": ids} if self.maker.config.is_encoder_decoder else {})}
+
+
+class _NoDraws(TorchFunctionMode):
+    """Mode in which parameters without values are drawn none: torch imports its compiler and sympy to draw them."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        given = kwargs or {}
+        if getattr(func, "__name__", "").endswith("normal_"):
+            tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **given)
 
 
 def synchronize(device: torch.device) -> None:

@@ -281,6 +281,20 @@ class TestText:
             assert process.stderr.read() == b"endless fits: 100% in RAM\n"
         assert process.returncode == 0
 
+    def test_what_no_answer_needs_is_not_imported_and_comes_back_afterwards(self, environment):
+        program = (
+            "import sys, bigload_cli.verbs as verbs\n"
+            "code = verbs.run()\n"
+            "unused = {'torch._dynamo', 'torch.distributed.tensor', 'sympy', 'scipy.optimize', 'accelerate'}\n"
+            "assert code == 0 and unused.isdisjoint(sys.modules), unused & set(sys.modules)\n"
+            "import torch, transformers.utils\n"
+            "assert transformers.utils.is_torch_distributed_available()\n"
+            "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(())) == 2\n"
+        )
+        words = [sys.executable, "-c", program, "run", "base", "-p", "hello", "-n", "2", "-q"]
+        done = subprocess.run(words, capture_output=True, env=environment(), text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
 
 def open_text(text):
     import io

@@ -198,6 +198,7 @@ def run(
     checkpoint, made, context = _planned(path, plan, max_memory, from_disk=from_disk, context=context, quiet=quiet)
     measures = stats or as_json or mode is _Mode.RANDOM or trace is not None or experts is not None
     with silent_libraries():
+        _import_lean(checkpoint)
         from bigload_cli.answering import Answering, AnswerWishes
 
         wishes = AnswerWishes(
@@ -307,6 +308,16 @@ def _planned(
     if made is not None and not quiet:
         output.say(headline(made).partition("\n")[0])
     return checkpoint, made, tokens
+
+
+def _import_lean(checkpoint: Checkpoint) -> None:
+    """Import the classes of the model in good time; libraries that quantise may need all of transformers."""
+    from bigload.planning.model.config import ModelConfig
+    from bigload_cli.lean_transformers import import_lean
+
+    config = ModelConfig(checkpoint.config)
+    if not (config.section("quantization_config").is_known or config.text.get("quantization_config")):
+        import_lean(config.architectures)
 
 
 def _expected(checkpoint: Checkpoint, made: Plan | None, session: Answering) -> _Expected:
