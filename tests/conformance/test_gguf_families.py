@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import bigload
 import llama_cpp_server
+from bigload.layouts.kinds import gguf_file
 from gguf_models import MARKS, gguf, small_model, transformers
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -270,6 +271,30 @@ def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name].float()) for name, tensor in found.items())
     check_answer(file, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval(), tokenizer)
+
+
+HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "options", "expected"),
+    [
+        *((each, {"head_dim": 64}, "as wide together") for each in ("olmo2", "starcoder2", "stablelm")),
+        *((each, HALF, "rotated whole") for each in ("olmo2", "starcoder2")),
+        ("olmoe", {**CASES["olmoe"], "num_key_value_heads": 2}, "as many keys as queries"),
+        ("mamba", {**CASES["mamba"], "intermediate_size": 128}, "twice the hidden one"),
+    ],
+)
+def test_sizes_that_are_refused_are_those_that_llama_cpp_refuses(tmp_path, monkeypatch, model_type, options, expected):
+    monkeypatch.setitem(CASES, model_type, options)
+    saved(model_type, tmp_path / "in")
+    with pytest.raises(bigload.errors.OptionError, match=expected):
+        bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+    monkeypatch.setattr(gguf_file, "check_sizes", lambda *_: None)
+    bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+    (tmp_path / "out/model.gguf").rename(tmp_path / "alone.gguf")
+    assert llama_cpp_server.is_refused(tmp_path / "alone.gguf")
 
 
 def with_prediction(folder, model_type):

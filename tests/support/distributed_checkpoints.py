@@ -4,6 +4,7 @@ import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -77,6 +78,15 @@ def save_experts(folder: str) -> bool:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     whole = experts()
     dcp.save({name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in whole.items()}, checkpoint_id=folder)
+    return True
+
+
+def save_divided(file: str, folder: str) -> bool:
+    """Save the tensors of a safetensors file, each divided along one dimension, the next one along the next."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    tensors = enumerate(load_file(file).items())
+    state = {name: distribute_tensor(each, mesh, [Shard(number % each.dim())]) for number, (name, each) in tensors}
+    dcp.save({"model": state}, checkpoint_id=folder)
     return True
 
 

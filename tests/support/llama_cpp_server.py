@@ -29,8 +29,17 @@ print("\\n" + json.dumps([ids, text]))
 
 def ask(file, texts, *, num_tokens=8):
     """Return the tokens of all `texts`, and the greedy answer to the first."""
-    pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
-    command = [sys.executable, "-c", _PROGRAM, str(file), json.dumps(texts), str(num_tokens)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    ran = _run(file, texts, num_tokens)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
+
+
+def is_refused(file):
+    """Return whether llama.cpp does not load the model, or aborts."""
+    return _run(file, ["a"], 1).returncode != 0
+
+
+def _run(file, texts, num_tokens):
+    pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
+    command = [sys.executable, "-c", _PROGRAM, str(file), json.dumps(texts), str(num_tokens)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)

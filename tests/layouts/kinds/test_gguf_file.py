@@ -6,6 +6,7 @@ import struct
 import pytest
 
 import bigload
+from bigload.checkpoint.formats.gguf.families import FAMILIES, PredictionLayers
 from bigload.errors import OptionError
 from gguf_files import gguf_bytes, text, value
 
@@ -172,7 +173,7 @@ def test_frequencies_of_llama_3_1_are_divided_by_their_wavelength(tmp_path):
         ({"quantization_config": {"quant_method": "gptq"}}, "not quantised"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "this one has 'longrope'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is True, as llama.cpp"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "factor above 0; found None"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "factor above 0 .*found None"),
         (
             {"model_type": "qwen3_moe", "norm_topk_prob": False},
             "norm_topk_prob is True, as llama.cpp computes; it is False",
@@ -195,6 +196,28 @@ def test_a_tensor_without_a_name_is_refused(tmp_path):
     written(tmp_path / "in", {**SHAPES, **MLP, "model.layers.0.self_attn.sinks": (HEADS,)})
     with pytest.raises(OptionError, match="sinks has none"):
         bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+
+
+REFUSED = [each for each in FAMILIES.values() if each.prediction is PredictionLayers.REFUSED and each.block]
+
+
+@pytest.mark.parametrize("family", REFUSED, ids=lambda each: each.model_type)
+def test_a_layer_of_multi_token_prediction_is_refused_where_llama_cpp_has_none(tmp_path, family):
+    name = f"{family.layers}.1.eh_proj.weight"
+    config = {**family.builtin, family.keys["block_count"]: 1, "model_type": family.model_type}
+    written(tmp_path / "in", {f"{family.layers}.0.a.weight": (2, 2), name: (2, 4)}, **config)
+    with pytest.raises(OptionError, match=f"of 1 layer, as .* there is {name}") as caught:
+        bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+    assert f"--drop '{family.layers}.1.*'" in caught.value.hint
+
+
+def test_without_its_layer_of_multi_token_prediction_a_model_is_written(tmp_path):
+    for folder, extra in (("in", {"model.layers.1.eh_proj.weight": (2, 4)}), ("without", {})):
+        written(tmp_path / folder, {**SHAPES, **MLP, **extra})
+    bigload.reshard(tmp_path / "in", tmp_path / "dropped", layout="gguf", transforms=[bigload.Drop("model.layers.1.*")])
+    bigload.reshard(tmp_path / "without", tmp_path / "out", layout="gguf")
+    found, expected = (bigload.open_checkpoint(tmp_path / each / "model.gguf").tensors for each in ("dropped", "out"))
+    assert found.keys() == expected.keys()
 
 
 def test_tensors_begin_where_ggml_wants_them(tmp_path):

@@ -1,13 +1,16 @@
 """The layout `vllm`: names, forms and values of vLLM's `sharded_state`, by a reference of its own."""
 
 import json
+from shutil import copy
 
 import pytest
 import torch
+from distributed_checkpoints import save_divided
 from safetensors.torch import load_file, save_file
 
 import bigload
 from bigload.errors import OptionError, PartitionError
+from rank_processes import run_ranks
 
 HEADS, KV_HEADS, WIDTH, HIDDEN, FFN, ROWS, LAYERS = 8, 2, 4, 32, 24, 128, 2
 CONFIG = {
@@ -106,15 +109,27 @@ def test_each_rank_has_the_tensors_of_vllm(tmp_path, tp, size, is_tied):
     assert not list((tmp_path / "out").glob("*.index.json"))
 
 
-def test_of_a_distributed_checkpoint_it_is_that_of_the_model(tmp_path):
-    written(tmp_path / "model")
-    bigload.reshard(tmp_path / "model", tmp_path / "saved", layout="dcp")
-    for name in ("model", "saved"):
-        bigload.reshard(tmp_path / name, tmp_path / f"of-{name}", layout="vllm", tp=2)
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+def test_of_a_distributed_checkpoint_it_is_that_of_the_model(tmp_path, model_type):
+    experts = {
+        f"mlp.experts.{i}.{part}_proj.weight": (HIDDEN, HIDDEN) for i in range(4) for part in ("gate", "up", "down")
+    }
+    extra = in_layers({**experts, "mlp.gate.weight": (4, HIDDEN), **QK_NORMS})
+    config = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": HIDDEN, "head_dim": WIDTH}
+    dense = [name for name in in_layers(LAYER) if ".mlp." in name or ".bias" in name]
+    written(tmp_path / "model", **({} if model_type == "qwen2" else {"extra": extra, "leave_out": dense, **config}))
+    saved = tmp_path / "saved"
+    assert run_ranks(3, save_divided, str(tmp_path / "model/model.safetensors"), str(saved)) == [True] * 3
+    assert len(list(saved.glob("*.distcp"))) == 3
+    copy(tmp_path / "model/config.json", saved)
+    bigload.reshard(saved, tmp_path / "joined")
+    for name in ("model", "saved", "joined"):
+        bigload.reshard(tmp_path / name, tmp_path / f"of-{name}", layout="vllm", tp=2, any_expert_size=True)
     for rank in range(2):
-        found, wanted = parts_of(tmp_path / "of-saved", rank), parts_of(tmp_path / "of-model", rank)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        wanted, *several = (parts_of(tmp_path / f"of-{each}", rank) for each in ("model", "saved", "joined"))
+        for found in several:
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def laid_out(folder, tp, **written_as):
