@@ -10,14 +10,16 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, TypeVar
 
 from bigload.descriptors import READING, READING_AT_ONCE, WRITING
 from bigload.errors import BigloadError, OutputExistsError, WriteError
-from bigload.units import format_size
+from bigload.units import MAX_SIZE, format_size
+
+T = TypeVar("T")
 
 MAX_VALUES = 2**22
 """Lists, objects and members in one JSON text: 94 MB of `[]` took 2.6 GB of memory once parsed. A header of 100,000
@@ -144,6 +146,29 @@ def check_schema(document: object, schema: str) -> dict[str, object]:
     if version.partition(".")[0] != major:
         raise ValueError(f"it has version {version:.20} of the schema, this bigload reads {major}.x")
     return document
+
+
+def count_of(value: object, name: str) -> int:
+    """Return `value`, a number of at least 0; `name` is for errors."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
+        raise TypeError(f"{name!r} is {value!r:.60}, expected a number of at least 0")
+    return value
+
+
+def typed(entry: Mapping[str, object], key: str, kind: type[T]) -> T:
+    """Return the value at `key`, of type `kind`; a number of bytes is no more than any device has.
+
+    Raises:
+        KeyError, TypeError, ValueError: there is none, or another.
+    """
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"expected an object with {key!r}, found {entry!r:.60}")
+    value = entry[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{key!r} is {value!r:.60}, expected {kind.__name__}")
+    if isinstance(value, int) and abs(value) > MAX_SIZE:
+        raise ValueError(f"{key!r} is more than any device has")
+    return value
 
 
 def check_values(text: bytes | str) -> None:

@@ -18,7 +18,16 @@ from bigload.checkpoint.model import Checkpoint
 from bigload.checkpoint.records.fingerprint import ShardFingerprint, changes, fingerprint
 from bigload.checkpoint.source import open_checkpoint
 from bigload.devices import DISK, Device
-from bigload.documents import PATH_ERRORS, check_replaceable, check_schema, parse_json, read_file, write_whole
+from bigload.documents import (
+    PATH_ERRORS,
+    check_replaceable,
+    check_schema,
+    count_of,
+    parse_json,
+    read_file,
+    typed,
+    write_whole,
+)
 from bigload.errors import (
     CheckpointNotFoundError,
     InvalidCheckpointError,
@@ -38,11 +47,9 @@ from bigload.planning.placement.optimality import Certificate, Verdict
 from bigload.planning.plan import TERMS, DeviceUse, Plan, PlannedCheckpoint, ResidentExperts, recount
 from bigload.planning.plan_document import (
     checkpoint_document,
-    count_of,
     names_in,
     notes_document,
     subject_in,
-    typed,
     workload_document,
 )
 from bigload.units import MIB

@@ -57,10 +57,7 @@ class DeltaDescription:
             "bigload_version": __version__,
             "base": {
                 "path": self.base,
-                "shards": [
-                    {"file": each.file, "bytes": each.num_bytes, "header_sha256": each.header_sha256}
-                    for each in self.shards
-                ],
+                "shards": [each.to_json() for each in self.shards],
             },
             "files": list(self.files),
             "tensors": dict(sorted(self.tensors.items())),
@@ -76,7 +73,7 @@ def read_delta(root: Path) -> DeltaDescription:
             case {"base": {"path": str(path), "shards": list(shards)}, "files": list(files), "tensors": dict(tensors)}:
                 description = DeltaDescription(
                     base=path,
-                    shards=tuple(_shard(each) for each in shards),
+                    shards=tuple(map(ShardFingerprint.from_json, shards)),
                     tensors={name: _text(digest) for name, digest in tensors.items()},
                     files=tuple(_own_file(each) for each in files),
                 )
@@ -175,13 +172,6 @@ def _tensor_problems(described: DeltaDescription, base: Checkpoint, own: Checkpo
 def _written_since(file: str, place: Path | None = None) -> Problem:
     name = file if place is None else str(place / file)
     return Problem(code="base-changed", file=name, text="written to after the manifest of the base")
-
-
-def _shard(entry: object) -> ShardFingerprint:
-    match entry:
-        case {"file": str(file), "bytes": int(num_bytes), "header_sha256": str(digest)}:
-            return ShardFingerprint(file=file, num_bytes=num_bytes, header_sha256=digest)
-    raise TypeError(f"{entry!r:.60} describes no file of the base")
 
 
 def _own_file(file: object) -> str:

@@ -9,11 +9,12 @@ that were saved again, because the directory there holds a checksum of every rec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from bigload.checkpoint.byte_source import ReadRange, SourceIdentity
 from bigload.checkpoint.model import Checkpoint, Shard
+from bigload.documents import count_of, typed
 
 
 class ShardFingerprint(NamedTuple):
@@ -23,6 +24,24 @@ class ShardFingerprint(NamedTuple):
     num_bytes: int
     header_sha256: str
     etag: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return all but the ETag as a JSON object."""
+        return {"file": self.file, "bytes": self.num_bytes, "header_sha256": self.header_sha256}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, object]) -> ShardFingerprint:
+        """Return the fingerprint that `to_json` described, with the ETag of an entry that has one.
+
+        Raises:
+            KeyError, TypeError, ValueError: it describes none.
+        """
+        return cls(
+            file=typed(entry, "file", str),
+            num_bytes=count_of(typed(entry, "bytes", int), "bytes"),
+            header_sha256=typed(entry, "header_sha256", str),
+            etag=None if entry.get("etag") is None else typed(entry, "etag", str),
+        )
 
 
 def fingerprint(checkpoint: Checkpoint) -> tuple[ShardFingerprint, ...]:

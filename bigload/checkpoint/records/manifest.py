@@ -18,16 +18,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from bigload.checkpoint.byte_source import PositionalReader, address_text, read_range, scheme_of
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.records.fingerprint import ShardFingerprint
 from bigload.checkpoint.sources.listings import is_there
-from bigload.documents import check_schema, parse_json
+from bigload.documents import check_schema, count_of, parse_json, typed
 from bigload.errors import AccessDeniedError, DamagedOutputError, ManifestNotFoundError, ReadError
 from bigload.machine.threads.activities import NO_RECORDER
-from bigload.units import MAX_SIZE, MIB, counted
+from bigload.units import MIB, counted
 
 MANIFEST_FILE = "bigload-manifest.json"
 SCHEMA = "bigload.manifest/1.0"
@@ -44,8 +44,6 @@ _SERVICE_PARTS = 2
 
 _HEX = re.compile(r"[0-9a-f]{32}")
 _PATHS = "surrogateescape"  # see `plan_file.py`: the path of the source need not be text
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +112,7 @@ def manifest_lines(manifest: Manifest) -> Iterator[str]:
         "source": {
             "path": source.path,
             "total_bytes": source.total_bytes,
-            "shards": [
-                {"file": shard.file, "bytes": shard.num_bytes, "header_sha256": shard.header_sha256}
-                for shard in source.shards
-            ],
+            "shards": [shard.to_json() for shard in source.shards],
         },
         "aliases": dict(sorted(manifest.aliases.items())),
     }
@@ -229,25 +224,18 @@ def _manifest_of(root: Path) -> Path:
 def _manifest(document: Mapping[str, object]) -> Manifest:
     if document["digest"] != DIGEST:
         raise ValueError(f'its "digest" is {document["digest"]!r:.60}, this bigload knows "{DIGEST}"')
-    source = _typed(document, "source", dict)
+    source = typed(document, "source", dict)
     return Manifest(
-        layout=_typed(document, "layout", str),
-        files={_inside(file): _record(file, entry) for file, entry in _typed(document, "files", dict).items()},
-        aliases={name: _text(name, to) for name, to in _typed(document, "aliases", dict).items()},
+        layout=typed(document, "layout", str),
+        files={_inside(file): _record(file, entry) for file, entry in typed(document, "files", dict).items()},
+        aliases={name: _text(name, to) for name, to in typed(document, "aliases", dict).items()},
         source=ManifestSource(
-            path=_typed(source, "path", str),
-            total_bytes=_size(source, "total_bytes"),
-            shards=tuple(
-                ShardFingerprint(
-                    file=_typed(shard, "file", str),
-                    num_bytes=_size(shard, "bytes"),
-                    header_sha256=_typed(shard, "header_sha256", str),
-                )
-                for shard in _typed(source, "shards", list)
-            ),
+            path=typed(source, "path", str),
+            total_bytes=count_of(source["total_bytes"], "total_bytes"),
+            shards=tuple(map(ShardFingerprint.from_json, typed(source, "shards", list))),
         ),
-        version=_typed(document, "bigload_version", str),
-        options=_typed(document, "options", dict),
+        version=typed(document, "bigload_version", str),
+        options=typed(document, "options", dict),
     )
 
 
@@ -255,9 +243,9 @@ def _record(file: str, entry: object) -> FileRecord:
     if not isinstance(entry, dict):
         raise TypeError(f"{file!r:.100} is {entry!r:.60}, expected an object")
     return FileRecord(
-        num_bytes=_size(entry, "bytes"),
+        num_bytes=count_of(entry["bytes"], "bytes"),
         digest=_digest(file, entry["digest"]),
-        tensors={name: _digest(name, digest) for name, digest in _typed(entry, "tensors", dict).items()},
+        tensors={name: _digest(name, digest) for name, digest in typed(entry, "tensors", dict).items()},
     )
 
 
@@ -279,20 +267,4 @@ def _digest(name: str, digest: object) -> str | None:
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name!r:.100} is {value!r:.60}, expected text")
-    return value
-
-
-def _size(entry: object, key: str) -> int:
-    size = _typed(entry, key, int)
-    if isinstance(size, bool) or not 0 <= size <= MAX_SIZE:
-        raise ValueError(f"{key!r} is {size!r:.60}, expected a number of bytes")
-    return size
-
-
-def _typed(entry: object, key: str, kind: type[T]) -> T:
-    if not isinstance(entry, Mapping):
-        raise TypeError(f"expected an object with {key!r}, found {entry!r:.60}")
-    value = entry[key]
-    if not isinstance(value, kind):
-        raise TypeError(f"{key!r} is {value!r:.60}, expected {kind.__name__}")
     return value

@@ -10,18 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.documents import check_replaceable, write_whole
+from bigload.documents import check_replaceable, count_of, typed, write_whole
 from bigload.planning.model_parallel.divided_model import DividedModel
 from bigload.planning.model_parallel.parallel_plan import TERMS, ParallelPlan, RankUse
 from bigload.planning.model_parallel.rank_grid import Communication, Links, RankGrid
 from bigload.planning.options import PlanOptions, RankKeywords, options_of
 from bigload.planning.plan_document import (
     checkpoint_document,
-    count_of,
     names_in,
     notes_document,
     subject_in,
-    typed,
     workload_document,
 )
 from bigload.planning.plan_file import check_subject, is_plan, open_unchanged, parse_plan, plan_text, refuse_plan

@@ -193,7 +193,7 @@ def test_what_cannot_be_a_delta_is_refused_before_anything_is_written(base, tune
         ({"tensors": {"layers.0.weight": "0" * 32}}, "another one than when the delta was written"),
         ({"tensors": {"layers.0.weight": 3}}, "no digest"),
         ({"schema": "bigload.delta/2.0"}, "version 2.0"),
-        ({"base": {"path": "../base", "shards": [3]}}, "no file of the base"),
+        ({"base": {"path": "../base", "shards": [3]}}, "expected an object"),
         ({"base": 3}, "not a usable description"),
     ],
     ids=str,
