@@ -9,24 +9,28 @@ same bytes, one run at a time. Warm, the models stay, and the files were read fr
 builds the model anew and evicts all files. No run can beat the bound: the longer of computing (the model in memory) and
 reading the streamed bytes.
 
-    python benchmarks/bench_run.py FOLDER --verb [--new-tokens 32] [--rounds 5]
+    python benchmarks/bench_run.py FOLDER --verb [--new-tokens 9] [--rounds 20]
 
-times what `bigload run` adds: its answers beside a bare `generate` of the same dispatched model, and its whole process
-to one token beside that of a bare script of transformers, with the files in the page cache. FOLDER needs a tokenizer.
+times what `bigload run` adds: tokens of its answers beside those of a bare `generate` of the same dispatched model, by
+turns, and three of its whole processes to one token beside those of a bare script of transformers, with the files in
+the page cache. FOLDER needs a tokenizer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,7 @@ from harness import machine, show_status
 from run_contenders import BIGLOAD, PLAIN, RUNTIMES, CannotRunError, PreparedRuntime, files_of
 
 DEFAULT_ROUNDS = 5
+_PROCESSES = 3
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1.3e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
 """Relative differences due to rounding where many products are added: those of torch.testing.assert_close."""
 
@@ -275,44 +280,67 @@ print(tokenizer.decode(model.generate(tokens, max_new_tokens=1, do_sample=False)
 """
 
 
-def bench_verb(planned: PlannedModel, *, new_tokens: int, rounds: int) -> Iterator[tuple[str, Measured]]:
-    """Yield the times of an answer and of a bare `generate`, then those of whole processes until one token."""
-    yield from _times_of_answers(planned, new_tokens, rounds).items()
+class _Clock:
+    """A streamer of transformers that notes when each token comes, and the answer of a user who never stops one."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def put(self, _tokens: object) -> None:
+        self._times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def __call__(self) -> bool:
+        self.put(None)
+        return False
+
+    def of_last(self, num_tokens: int) -> list[float]:
+        """Return the seconds of each of the last tokens but the first."""
+        return [later - earlier for earlier, later in pairwise(self._times[-num_tokens:])]
+
+
+def bench_verb(planned: PlannedModel, *, new_tokens: int, rounds: int) -> Iterator[tuple[str, Sequence[float]]]:
+    """Yield seconds of tokens in answers and in a bare `generate`, then those of whole processes until one token."""
+    yield from _times_of_tokens(planned, new_tokens, rounds).items()
     folder = str(planned.checkpoint.root)
     verb = [sys.executable, "-m", "bigload_cli", "run", folder, "-p", "hello", "--raw", "-n", "1", "--temperature", "0"]
-    imports = f"import torch, transformers; transformers.{planned.maker.model_class.__name__}"
-    commands = {
-        "process of bigload run": verb,
-        "process of bigload run --from-disk": [*verb, "--from-disk"],
-        "process of a bare script": [sys.executable, "-c", _SCRIPT, folder],
-        "imports of that script": [sys.executable, "-c", imports],
-    }
+    commands = {"process of bigload run": verb, "process of a bare script": [sys.executable, "-c", _SCRIPT, folder]}
     processes = [
         Contender(name=name, run=partial(subprocess.run, command, check=True, capture_output=True))
         for name, command in commands.items()
     ]
-    yield from run_rounds(processes, runs=rounds, files=[], on_run=show_status).measured.items()
+    found = run_rounds(processes, runs=_PROCESSES, files=[], on_run=show_status).measured
+    yield from ((name, measured.seconds) for name, measured in found.items())
 
 
-def _times_of_answers(planned: PlannedModel, new_tokens: int, rounds: int) -> dict[str, Measured]:
+def _times_of_tokens(planned: PlannedModel, new_tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Return the median seconds of a token in each of many short answers, by turns: a slow second meets both."""
     tokenizer = FolderTokenizer.of(planned.checkpoint, asked_by="bench_run.py", is_raw=True)
     tokens = tokenizer.tokens_of(Prompt(text="the sky is blue because"))
     model: Any = planned.dispatched()
     generator = TextGenerator(planned, model, sampling=Sampling(temperature=0), decode=tokenizer.decode)
+    model.generation_config.eos_token_id = None  # all answers are of the same length
     ids = torch.tensor([tokens], device=planned.device)
 
-    def answer() -> object:
+    def answer(clock: _Clock) -> None:
         with Path(os.devnull).open("w") as terminal:
-            return generator.answer(
-                tokens, max_new_tokens=new_tokens, on_text=lambda text: print(text, end="", file=terminal, flush=True)
-            )
+            show = partial(print, end="", file=terminal, flush=True)
+            generator.answer(tokens, max_new_tokens=new_tokens, on_text=show, is_stopped=clock)
 
-    def bare() -> object:
-        return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens)
+    def bare(clock: _Clock) -> None:
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=clock)
 
-    answer()
-    contenders = [Contender(name=ANSWER, run=answer), Contender(name=BARE, run=bare)]
-    return run_rounds(contenders, runs=rounds, files=[], on_run=show_status).measured
+    found: dict[str, list[float]] = {ANSWER: [], BARE: []}
+    turns = [(ANSWER, answer), (BARE, bare)]
+    for number in range(rounds + 1):
+        for name, run in turns if number % 2 else reversed(turns):
+            clock = _Clock()
+            run(clock)
+            if number:  # the first round warms up
+                found[name].append(statistics.median(clock.of_last(new_tokens)))
+    return found
 
 
 def table(bench: RunBench) -> Iterator[str]:
@@ -370,14 +398,15 @@ def main() -> int:
         resident_bytes=asked.resident_bytes,
     )
     if asked.verb:
-        found = {}
-        for name, measured in bench_verb(planned, new_tokens=asked.new_tokens or 32, rounds=asked.rounds):
-            found[name] = measured.seconds
-            spread = f"{min(measured.seconds):.3f} to {max(measured.seconds):.3f}"
-            print(f"{name:36}{measured.median_seconds:8.3f} s   {spread}", flush=True)
-            if found.keys() == {ANSWER, BARE}:
-                ratios = [answer / bare for answer, bare in zip(found[ANSWER], found[BARE], strict=True)]
-                print(f"{ANSWER}, in times of the other in its round: {statistics.median(ratios):.3f}", flush=True)
+        found: dict[str, Sequence[float]] = {}
+        for name, seconds in bench_verb(planned, new_tokens=asked.new_tokens or 9, rounds=asked.rounds):
+            low, middle, high = statistics.quantiles(seconds, n=4)
+            print(f"{name:28}{middle:9.4f} s   half of {len(seconds)}: {low:.4f} to {high:.4f}", flush=True)
+            found[name] = seconds
+            if name == BARE:
+                ratios = sorted(map(operator.truediv, found[ANSWER], found[BARE]))
+                ratios = ratios[len(ratios) // 4 : -(len(ratios) // 4) or None]
+                print(f"a token of an answer, in times of a bare one: {statistics.fmean(ratios):.3f}", flush=True)
         return 0
     bench = bench_run(
         planned,
