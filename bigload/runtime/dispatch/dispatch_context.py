@@ -14,8 +14,9 @@ from bigload.errors import DispatchedModelError
 from bigload.planning.plan import Plan
 from bigload.runtime.device_map.checks import check_devices_present
 from bigload.runtime.dispatch.checkpoint_source import CheckpointSource
-from bigload.runtime.dispatch.dispatch import DispatchOptions, dispatch_loaded
+from bigload.runtime.dispatch.dispatch import dispatch_loaded
 from bigload.runtime.dispatch.load_and_dispatch import load_planned, map_for, opened_plan, streaming_of
+from bigload.runtime.dispatch.resolved_device_map import DispatchOptions
 from bigload.runtime.hooks.hooks import OWN_METHODS, remove_hook_from_submodules
 from bigload.runtime.modules.module_tensors import as_parameter
 from bigload.runtime.modules.packed_tensors import settle_all

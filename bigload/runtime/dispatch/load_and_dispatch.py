@@ -24,10 +24,11 @@ from bigload.runtime.device_map.auto_device_map import infer_auto_device_map
 from bigload.runtime.device_map.blocks import DeviceMap
 from bigload.runtime.device_map.checks import check_device_map
 from bigload.runtime.device_map.device_memory import MaxMemoryLike, get_balanced_memory
-from bigload.runtime.dispatch.dispatch import DispatchOptions, dispatch_loaded, no_offload_folder
+from bigload.runtime.dispatch.dispatch import dispatch_loaded, no_offload_folder
 from bigload.runtime.dispatch.load_checkpoint import load_matched
 from bigload.runtime.dispatch.name_matching import matched
 from bigload.runtime.dispatch.planned_map import planned_map
+from bigload.runtime.dispatch.resolved_device_map import DispatchOptions
 from bigload.runtime.dispatch.supplied_weights import check_supplied
 from bigload.runtime.modules.module_tensors import DeviceLike
 from bigload.runtime.offload.offload_writer import StrPath
