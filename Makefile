@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
-WORKERS ?= 2
+HALF := tests/cli tests/layouts
 BIN := .venv/bin
 STAMP := .venv/.installed
 NIGHTLY := .venv-nightly
@@ -18,7 +18,7 @@ BENCH_OPTIONS := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
 $(eval $(BENCH_OPTIONS):;@:)
 endif
 
-.PHONY: help demo test nightly vllm gpu matrix hosts crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs site release clean pictures
+.PHONY: help demo test half rest nightly vllm gpu matrix hosts crash check bench bench-planner bench-ranks bench-parallelize bench-scale conformance docs site release clean pictures
 
 help:  ## Show what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,8 +49,14 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Run five of the verbs on a tiny checkpoint and on a header-only 70B one.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash fixtures/demo.sh
 
-test: $(STAMP)  ## Run the default tests, in two processes (WORKERS=1: in one).
-	$(BIN)/pytest -q $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadfile)
+test: $(STAMP)  ## Run the default tests, in two processes; each is shown when it ends.
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync half rest
+
+half:
+	$(BIN)/pytest -q $(HALF)
+
+rest:
+	$(BIN)/pytest -q $(HALF:%=--ignore=%)
 
 nightly: $(STAMP) $(NIGHTLY_STAMP)  ## Run everything: slow tests, peers, kills, accelerate's suite; two hours or so.
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -q -m "slow or not slow"

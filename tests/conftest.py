@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from pathlib import Path
+from collections import defaultdict
 from unittest import mock
 
 import pytest
@@ -60,45 +60,17 @@ def tmp_path(request, tmp_path_factory):
 FILE = pytest.StashKey()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """With `--dist loadfile`, give one process all files that fork ranks: what ranks import is imported once.
-
-    Files keep their order: the last ones are short, so processes end together.
-    """
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    folder = Path(__file__).parent
-    files = {path for path in folder.rglob("test_*.py") if "from rank_processes import" in path.read_text("utf-8")}
-    of_ranks = {str(path.relative_to(config.rootpath)) for path in files}
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return "ranks" if file in of_ranks else file
-
-    config.option.loadscopereorder = False
-    return Scheduling(config, log)
-
-
-IS_LAST_WORKER = os.environ.get("PYTEST_XDIST_WORKER") not in (None, "gw0")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector):
-    """Have a second process collect from the end: each compiles half of a new clone, 10 s, and finds the other half."""
-    report = yield
-    if IS_LAST_WORKER and isinstance(collector, pytest.Directory):
-        report.result.reverse()
-    return report
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    if "PYTEST_XDIST_WORKER" in os.environ:  # whose processes have to agree on the order
-        items.sort(key=lambda item: str(item.path))
+    """Leave most cases of a matrix to the slow run: all but the number that it is marked with, corners among them."""
+    matrices = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("sample")) and not item.get_closest_marker("slow"):
+            matrices[item.path, item.originalname, mark.args[0]].append(item)
+    for (_, _, number), cases in matrices.items():
+        kept = {round(place * (len(cases) - 1) / (number - 1)) for place in range(number)}
+        for case in {*range(len(cases))} - kept:
+            cases[case].add_marker(pytest.mark.slow)
 
 
 gc.disable()  # until all is collected, nothing of which is garbage: 0.8 of 6 s

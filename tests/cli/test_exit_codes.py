@@ -268,6 +268,7 @@ CHANGES = {
     "command",
     ["reshard plan.json out", "reshard plan.json out --source model", "run model -p hello --plan plan.json"],
 )
+@pytest.mark.sample(6)
 def test_a_plan_whose_files_are_no_longer_valid_is_stale_and_ends_with_4(run, here, change, command):
     folder = make_checkpoint(here / "model")
     assert run("bigload plan model -m cpu=1GiB -o plan.json").code == 0
@@ -525,6 +526,7 @@ main()
     "module",
     ["typer", "bigload.errors", "bigload_cli.failures", "bigload_cli.commands.plan", "bigload.checkpoint.source"],
 )
+@pytest.mark.sample(2)
 def test_ctrl_c_during_imports_is_an_interrupt(module, tmp_path, environment):
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)

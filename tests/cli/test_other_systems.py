@@ -27,7 +27,7 @@ def ended(folder, program, line):
 HERE = [sys.executable, "-m", "bigload"]
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
+@pytest.mark.parametrize("platform", [pytest.param("darwin", marks=pytest.mark.slow), "win32"])
 def test_a_command_that_reads_says_the_same_on_other_systems(folder, platform):
     assert differing(folder, program_on(platform)) == []
 

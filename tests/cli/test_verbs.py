@@ -184,6 +184,7 @@ def test_the_next_command_for_a_linked_checkpoint_stays_here(run, here):
         "tiny-llama --layout offload --offload-format dat",
     ],
 )
+@pytest.mark.sample(3)
 def test_a_dry_run_names_every_file_and_writes_nothing(run, plan, here, what):
     before = names(here)
     done = run(f"bigload reshard {what} out --dry-run")

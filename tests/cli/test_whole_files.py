@@ -1,19 +1,17 @@
 """Commands on the folder that `python -m http.server` serves, which has no byte ranges."""
 
 import json
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from plain_server import served_plainly
 
 import bigload
+from bigload.checkpoint import byte_source
 from bigload.checkpoint.records.manifest import MANIFEST_FILE
+from bigload.checkpoint.sources import whole_files
 from builders import contents, make_checkpoint
 
-PROGRAM = Path(sys.executable).with_name("bigload")
+pytestmark = pytest.mark.filterwarnings("default::bigload.checkpoint.byte_source.WholeFilesWarning")
 
 
 @pytest.fixture
@@ -24,60 +22,52 @@ def model(tmp_path):
     return folder
 
 
-@contextmanager
-def http_server(folder):
-    """Start Python's own server in a process, and give its address."""
-    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            yield f"127.0.0.1:{process.stdout.readline().split(' port ')[1].split()[0]}"
-        finally:
-            process.kill()
+@pytest.fixture
+def host(model):
+    with served_plainly(model) as server:
+        yield server.url.removeprefix("http://")
 
 
 @pytest.fixture
-def host(model):
-    with http_server(model) as address:
-        yield address
+def run_line(run, monkeypatch):
+    def run_here(line):
+        monkeypatch.setattr(byte_source, "_WARNED", set())  # as in a process of its own
+        whole_files.SERVERS_WITHOUT_RANGES.clear()
+        done = run(f"bigload {line}", env={"HF_HUB_OFFLINE": "0"})
+        assert done.code == 0, done.stderr
+        return done.stdout, done.stderr
+
+    return run_here
 
 
-def run(tmp_path, *words):
-    added = {"HF_HUB_OFFLINE": "0", "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "80"}
-    done = subprocess.run(
-        [PROGRAM, *words], env={**os.environ, **added}, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
-
-
-def test_inspect_and_plan_read_headers_and_warn_of_nothing(host, tmp_path):
-    answer, notes = run(tmp_path, "inspect", f"http://{host}")
+def test_inspect_and_plan_read_headers_and_warn_of_nothing(host, run_line):
+    answer, notes = run_line(f"inspect http://{host}")
     assert "3 shards, index complete, headers valid" in answer
     assert "warning" not in notes
-    _, notes = run(tmp_path, "plan", f"http://{host}", "-m", "cpu=1GiB", "-o", "plan.json")
+    _, notes = run_line(f"plan http://{host} -m cpu=1GiB -o plan.json")
     assert "warning" not in notes
-    run(tmp_path, "reshard", "plan.json", "out")
+    run_line("reshard plan.json out")
 
 
-def test_a_fetch_and_a_reshard_name_the_host_once_and_the_bytes(host, model, tmp_path):
-    answer, notes = run(tmp_path, "fetch", f"http://{host}", "out")
+def test_a_fetch_and_a_reshard_name_the_host_once_and_the_bytes(host, model, here, run_line):
+    answer, notes = run_line(f"fetch http://{host} out")
     warning = f"warning: {host} does not support byte ranges: whole files are read"
     assert notes.count("warning: ") == 1
     assert f"{warning} (8.01 MiB)\n" in notes
     assert "8.01 MiB to transfer in 5 whole files; 5 files" in notes
     assert "5 files: every byte read back and equal to what came" in answer
-    fetched = contents(tmp_path / "out")
+    fetched = contents(here / "out")
     del fetched[MANIFEST_FILE]
     assert fetched == contents(model)
-    _, notes = run(tmp_path, "fetch", f"http://{host}", "half", "--rank", "1", "--tp", "2")
+    _, notes = run_line(f"fetch http://{host} half --rank 1 --tp 2")
     assert f"{warning} (" in notes
     assert " needed)\n" in notes
-    _, notes = run(tmp_path, "reshard", f"http://{host}", "ranks", "--tp", "2")
+    _, notes = run_line(f"reshard http://{host} ranks --tp 2")
     assert notes.count(warning) == 1
-    bigload.reshard(model, tmp_path / "local", tp=2)
-    assert _weights(tmp_path / "ranks") == _weights(tmp_path / "local")
-    assert _weights(tmp_path / "half") == {
-        name: content for name, content in _weights(tmp_path / "local").items() if name.startswith("rank-1/")
+    bigload.reshard(model, here / "local", tp=2)
+    assert _weights(here / "ranks") == _weights(here / "local")
+    assert _weights(here / "half") == {
+        name: content for name, content in _weights(here / "local").items() if name.startswith("rank-1/")
     }
 
 

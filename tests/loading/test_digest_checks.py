@@ -68,6 +68,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.sample(2)
 def test_what_is_right_is_loaded_as_without(made, way):
     folder, _ = made
     plain, checked = bigload.load(folder, **way), bigload.load(folder, verify=True, **way)
@@ -82,6 +83,7 @@ def test_what_is_right_is_loaded_as_without(made, way):
         *((name, position, {}) for name, position in (("large", 0), ("a.weight", 77), ("b.weight", -1))),
     ],
 )
+@pytest.mark.sample(3)
 def test_one_wrong_bit_is_an_error_that_names_file_and_tensor(made, damaged, way, name, position):
     folder, tensors = made
     damaged(name, position if position >= 0 else tensors[name].nbytes - 1)

@@ -54,6 +54,7 @@ def held(memory, slot):
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("block_bytes", [1, 100, 16 * MIB])
 @pytest.mark.parametrize(("faults_ahead", "trace"), [(False, True), (True, False)])
+@pytest.mark.sample(4)
 def test_every_slot_holds_the_bytes_of_its_tensor(checkpoint, threads, block_bytes, faults_ahead, trace):
     schedule = scheduled(checkpoint, block_bytes=block_bytes)
     with no_thread_left():

@@ -57,6 +57,7 @@ methods = pytest.mark.parametrize("method", [Method.READ, Method.DIRECT, Method.
 
 @methods
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.sample(3)
 def test_every_method_brings_the_same_tensors(folder, stored, method, threads):
     loaded = load(folder, method=method, threads=threads)
     same(loaded, stored)
@@ -66,6 +67,7 @@ def test_every_method_brings_the_same_tensors(folder, stored, method, threads):
 
 @methods
 @pytest.mark.parametrize("dtype", ["float32", "bf16", torch.float16, "fp64"])
+@pytest.mark.sample(4)
 def test_floating_point_tensors_are_cast_on_the_way_as_torch_casts(folder, stored, method, dtype):
     loaded = load(folder, method=method, dtype=dtype, threads=2)
     wanted = getattr(torch, {"bf16": "bfloat16", "fp64": "float64"}.get(dtype, str(dtype).removeprefix("torch.")))
@@ -103,6 +105,7 @@ def test_a_cast_of_many_blocks_is_right_in_every_element(tmp_path):
 
 @methods
 @pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.sample(3)
 def test_rows_and_columns_are_those_of_the_whole_tensor(folder, stored, method, dtype):
     slices = {UP: Slice(0, 3, 7), DOWN: Slice(1, 2, 5), "model.embed_tokens.weight": Slice(1, 0, 1)}
     loaded = load(folder, slices=slices, method=method, dtype=dtype, threads=2)

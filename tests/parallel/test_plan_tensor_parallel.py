@@ -114,6 +114,7 @@ def test_heads_that_do_not_divide_are_not_cut_but_their_layers_are_one_by_one():
 
 @pytest.mark.parametrize("make", [Attention, FusedAttention, two_key_heads, three_heads])
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.sample(2)
 def test_every_element_is_with_some_rank_and_shares_are_near_even(make, size):
     plan = planned(make, size)
     for name, shape in plan.shapes.items():

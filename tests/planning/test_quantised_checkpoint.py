@@ -31,6 +31,7 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.sample(2)
 def test_it_is_the_plan_of_what_is_written(model, tmp_path, scheme):
     memory = {"cuda:0": "700KiB", "cpu": "1GiB"}
     asked = {"overhead": 0, "context": 64}

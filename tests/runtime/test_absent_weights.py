@@ -263,6 +263,7 @@ def offloaded(model, tmp_path, way, prefetch):
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("way", ["cpu_offload", "disk_offload", "dispatch_model"])
+@pytest.mark.sample(9)
 def test_weights_of_modules_that_are_not_called_are_right_or_refused(tmp_path, read, prefetch, way):
     model = seeded(lambda: ReadsAnother(READERS[read]))
     expected = model(X)

@@ -16,6 +16,7 @@ MAPS = {
 
 @pytest.mark.parametrize("where", MAPS)
 @pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.sample(2)
 def test_a_model_on_two_devices_answers_as_the_plain_one(where, prefetch, tmp_path, monkeypatch, simulation):
     convert(monkeypatch)
     folder = saved_converted(tmp_path / "checkpoint")

@@ -39,6 +39,7 @@ def same(loaded, expected, device=None):
     [{"method": method, "threads": threads} for method in ("read", "direct", "mmap") for threads in (1, 4)],
     ids=lambda options: "-".join(map(str, options.values())),
 )
+@pytest.mark.sample(4)
 def test_weights_arrive_whatever_the_method_and_the_dtype(simulation, folder, stored, dtype, options):
     loaded = bigload.load(folder, device=SIM[1], dtype=dtype, max_inflight="1MiB", **options)
     same(loaded, {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored.items()}, "sim:1")

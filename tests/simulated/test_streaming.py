@@ -71,6 +71,7 @@ def run(model, given=INPUT, wanted=torch.float32):
     ],
     ids=str,
 )
+@pytest.mark.sample(3)
 def test_results_are_those_of_weights_that_stay(where, dtype, wanted, simulation, tmp_path):
     model = stored(where, tmp_path, dtype, wanted)
     for _ in range(3):
@@ -78,6 +79,7 @@ def test_results_are_those_of_weights_that_stay(where, dtype, wanted, simulation
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sample(2)
 def test_no_device_is_too_fast(seed, simulation, tmp_path, monkeypatch):
     monkeypatch.setattr(reads, "BLOCK_BYTES", 512)  # many reads and copies for each block
     chance = random.Random(seed)
@@ -95,6 +97,7 @@ def test_no_device_is_too_fast(seed, simulation, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", ["disk", "ram"])
 @pytest.mark.parametrize("num_ahead", [0, 1, 2, 3])
+@pytest.mark.sample(3)
 def test_memory_is_bounded_by_the_window_and_the_block_that_runs(where, num_ahead, simulation, tmp_path):
     given = INPUT.to("sim:0")
     before = simulation.used[0]

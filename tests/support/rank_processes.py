@@ -20,6 +20,7 @@ import traceback
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 TIMEOUT_SECONDS = 60
 """Longer than anything here takes on a busy machine: a rank that still runs then waits forever."""
@@ -117,11 +118,13 @@ def main() -> None:
     import bigload.parallel.sharded_loading.load_sharded  # noqa: F401
 
     for line in sys.stdin:
+        request = json.loads(line)
+        function = getattr(_module(request["file"]), request["name"])
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(reading)
-            _serve(json.loads(line), writing)
+            _serve(request, function, writing)
         os.close(writing)
         with os.fdopen(reading) as answers:
             answer = answers.read()
@@ -130,7 +133,16 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _serve(request: dict, writing: int) -> None:
+@cache
+def _module(file: str) -> ModuleType:
+    """Return the module of tests in `file`, which is imported before the forks, once for all as well."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _serve(request: dict, function, writing: int) -> None:
     """Fork the ranks of `request`, wait for them, and write their exit statuses."""
     try:
         os.set_inheritable(writing, False)
@@ -140,10 +152,6 @@ def _serve(request: dict, writing: int) -> None:
         os.close(nothing)
         os.environ.clear()
         os.environ.update(request["environment"])
-        spec = importlib.util.spec_from_file_location("ranks", request["file"])
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        function = getattr(module, request["name"])
         ranks = [_fork(rank, function, request, writing) for rank in range(request["size"])]
         statuses = _statuses(ranks, request["timeout"])
         os.write(writing, json.dumps(statuses).encode())

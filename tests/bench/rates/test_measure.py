@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bigload.bench import fresh_memory
 from bigload.bench.rates import measure
 from bigload.bench.rates.device_rates import DTYPES_MEASURED
 from bigload.bench.rates.measure import Effort, measure_machine
@@ -15,7 +16,14 @@ from bigload.errors import NotEnoughSpaceError, OptionError, WriteError
 from bigload.machine.profiles.machine_profile import DeviceProfile
 from builders import make_checkpoint
 
-SMALL = Effort(num_bytes=32 * 2**20, seconds=0.01)
+SMALL = Effort(num_bytes=32 * 2**20, seconds=0.001)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_idle_seconds():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fresh_memory, "_IDLE_SECONDS", 0)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import bigload
 from builders import contents, make_checkpoint
 from hub_server import CHUNK_BYTES, HubServer
 
-DEATHS = min(int(os.environ.get("BIGLOAD_DEATHS", "3")), 100)
+DEATHS = min(int(os.environ.get("BIGLOAD_DEATHS", "1")), 100)
 THREADS, WINDOW_BYTES = 3, 256 << 10
 MAX_INFLIGHT = 3 * THREADS * WINDOW_BYTES
 # A death loses, of each connection, a response of up to three windows that the system has received but nobody read,

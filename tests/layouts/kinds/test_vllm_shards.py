@@ -98,6 +98,7 @@ def parts_of(folder, rank):
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize(("tp", "size"), [(1, None), (2, 2000), (4, None)])
+@pytest.mark.sample(3)
 def test_each_rank_has_the_tensors_of_vllm(tmp_path, tp, size, is_tied):
     tensors = written(tmp_path / "model", tie_word_embeddings=is_tied)
     bigload.reshard(tmp_path / "model", tmp_path / "out", layout="vllm", tp=tp, max_shard_bytes=size)
@@ -188,6 +189,7 @@ def test_fused_matrices_of_phi3_are_cut_before_they_are_divided(tmp_path):
     ],
 )
 @pytest.mark.parametrize("count", ["num_experts", "num_local_experts"])
+@pytest.mark.sample(2)
 def test_experts_are_stacked_as_vllm_has_them(tmp_path, *, model_type, architecture, module, names, router, count):
     experts, layers = 12, [f"model.layers.{i}." for i in range(LAYERS)]
     dense = [f"{layer}{name}" for layer in layers for name in LAYER if "mlp" in name or ".bias" in name]

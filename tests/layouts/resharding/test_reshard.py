@@ -592,6 +592,7 @@ def replace(shard):
 @pytest.mark.parametrize(
     ("change", "verify"), [(append, "full"), (overwrite, "none"), (replace, "full"), (cut_off, "full")]
 )
+@pytest.mark.sample(3)
 def test_a_source_that_changes_meanwhile_is_a_read_error_that_names_it(tiny, out, threads, change, verify):
     shard, seen = tiny / "model-00001-of-00003.safetensors", []
 
@@ -686,6 +687,7 @@ def test_an_altered_byte_is_found_and_its_file_offset_and_tensor_are_named(tiny,
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX, "plan.json", "cpu/" + INDEX, MANIFEST_FILE])
+@pytest.mark.sample(2)
 def test_an_altered_byte_of_a_small_file_is_found(tiny, out, monkeypatch, name):
     def write_spoilt(path, content):
         text = bytearray(b"".join(content))
@@ -751,6 +753,7 @@ def test_an_interrupt_leaves_nothing(tiny, out):
 
 
 @pytest.mark.parametrize("step", range(10))
+@pytest.mark.sample(3)
 def test_a_failure_at_any_small_file_leaves_the_weights_to_go_on_with(tiny, out, monkeypatch, step):
     """The steps are config.json of all and of each folder, plan.json, all indexes, the root's last, and the manifest.
 

@@ -24,7 +24,7 @@ from bigload.layouts.writing import writer as writer_module
 from bigload.planning.plan_file import write_plan
 from builders import contents, make_checkpoint, open_descriptors
 
-DEATHS = int(os.environ.get("BIGLOAD_DEATHS", "20"))
+DEATHS = int(os.environ.get("BIGLOAD_DEATHS", "10"))
 IN_MEMORY = Path("/dev/shm")
 
 
@@ -71,7 +71,7 @@ def test_whatever_kills_it_it_is_gone_on_with_to_the_same_bytes(place, ground):
     assert min(counts["killed"], counts["refused"], counts["finished"]) > DEATHS // 20
 
 
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("older", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_kill_at_any_step_shows_nothing_that_is_not_complete(place, ground, older):
     case = {"source": str(place / "plan.json"), "max_shard_bytes": 120_000}
     if older:
@@ -139,6 +139,7 @@ def leftover(place, tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", range(DEATHS))
+@pytest.mark.sample(10)
 def test_whatever_happened_to_what_was_left_the_bytes_are_right_or_it_is_refused(place, leftover, tmp_path, seed):
     choose = random.Random(seed)
     shutil.copytree(leftover / "0" / "out.partial", tmp_path / "out.partial")

@@ -60,6 +60,7 @@ check_resumed = partial(check_resumed_in_teams, run=run)
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("verify", ["full", "none"])
+@pytest.mark.sample(2)
 def test_all_ranks_write_of_one_file(source, expected, out, size, verify):
     written = [0] * size
 
@@ -91,6 +92,7 @@ def test_several_files_some_of_which_are_cut(source, tmp_path, monkeypatch, is_d
 
 @pytest.mark.parametrize("number", range(MEETINGS))
 @pytest.mark.parametrize("dying", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.sample(3)
 def test_who_dies_between_steps_is_named_and_any_number_resumes(source, expected, out, dying, number):
     ends = outcomes(3, lambda team: run(source, out, team), dies_at={dying: number})
     assert isinstance(ends[dying], GoneError)
@@ -105,6 +107,7 @@ def test_there_are_so_many_meetings(source, out):
 
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.sample(2)
 def test_windows_that_were_written_are_kept(  # noqa: PLR0917
     source, expected, out, monkeypatch, failing, size
 ):

@@ -52,6 +52,7 @@ check_resumed = partial(check_resumed_in_teams, run=run)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
+@pytest.mark.sample(2)
 def test_several_write_what_one_writes(source, expected, tmp_path, size):
     reports = outcomes(size, lambda team: run(source, tmp_path / "out", team))
     assert contents(tmp_path / "out") == expected
@@ -74,6 +75,7 @@ def test_each_writes_its_own_files(source, tmp_path):
 
 @pytest.mark.parametrize("number", range(NUM_SHARES))
 @pytest.mark.parametrize(("size", "dying"), [(2, 0), pytest.param(2, 1, marks=pytest.mark.slow), (3, 1)])
+@pytest.mark.sample(4)
 def test_who_dies_between_steps_is_named_and_the_work_is_gone_on_with(source, expected, out, size, dying, number):  # noqa: PLR0917
     ends = outcomes(size, lambda team: run(source, out, team), dies_at={dying: number})
     assert isinstance(ends[dying], GoneError)
@@ -112,6 +114,7 @@ def test_the_last_share_is_the_last_place_to_die_at(source, tmp_path):
 
 @pytest.mark.parametrize("step", ["_begin", "finish", "_finish"])
 @pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.sample(2)
 def test_an_error_in_one_is_told_by_all_and_the_work_is_gone_on_with(  # noqa: PLR0917
     source, expected, out, monkeypatch, step, failing
 ):

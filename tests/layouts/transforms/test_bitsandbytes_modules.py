@@ -72,6 +72,7 @@ def _four_bits(shape, *, name="a.weight", **options):
 @pytest.mark.parametrize(
     ("shape", "block"), [((6, 64), 64), ((5, 7), 32), ((3, 96), 64), ((2, 6), 4096), ((64, 1024), 32), ((41, 8224), 64)]
 )
+@pytest.mark.sample(4)
 def test_four_bits(tmp_path, shape, block, is_nested, kind):
     tensors, weight = _four_bits(shape, kind=kind, block=block, is_nested=is_nested)
     source = _saved(tmp_path / "in", tensors | {"a.bias": torch.ones(3), "n.weight": torch.ones(4)})
@@ -92,6 +93,7 @@ def test_quantiles_are_those_of_a_normal_distribution():
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
 @pytest.mark.parametrize("written", ["F32", "BF16"])
+@pytest.mark.sample(3)
 def test_values_are_rounded_to_the_dtype_that_the_weight_had(tmp_path, dtype, written):
     tensors, weight = _four_bits((8, 64), dtype=dtype)
     found = _undone(_saved(tmp_path / "in", tensors), tmp_path / "out", written)

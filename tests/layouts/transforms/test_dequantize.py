@@ -34,6 +34,7 @@ def _float8(*shape):
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 @pytest.mark.parametrize("shape", [(256, 384), (200, 300), (5, 7), (100, 192), (2, 320)])
+@pytest.mark.sample(4)
 def test_blocks_of_fp8(tmp_path, shape, dtype):
     grid = tuple(-(-size // 128) for size in shape)
     weight, scale = _float8(*shape), torch.rand(grid) + 0.1
@@ -48,6 +49,7 @@ def test_blocks_of_fp8(tmp_path, shape, dtype):
 
 @pytest.mark.parametrize("scale_shape", [(), (1,), (1, 1), (6,), (6, 1)])
 @pytest.mark.parametrize("is_integer", [False, True])
+@pytest.mark.sample(4)
 def test_a_scale_for_each_tensor_or_row(tmp_path, scale_shape, is_integer):
     weight = torch.arange(-24, 24, dtype=torch.int8).view(6, 8) if is_integer else _float8(6, 8)
     scale = torch.rand(scale_shape) + 0.1
@@ -65,6 +67,7 @@ def test_a_scale_for_each_tensor_or_row(tmp_path, scale_shape, is_integer):
     ("bits", "columns", "group"),
     [(4, 256, 32), (8, 256, 64), (4, 256, 128), (8, 256, 128), (4, 256, 0), (4, 100, 0), (8, 98, 49)],
 )
+@pytest.mark.sample(4)
 def test_packed_integers(tmp_path, bits, columns, group):
     numbers = torch.randint(0, 2**bits, (6, columns), generator=torch.Generator().manual_seed(bits))
     scale = (torch.rand(6, columns // group if group else 1) + 0.1).bfloat16()
@@ -99,6 +102,7 @@ def _words(numbers, bits):
 @pytest.mark.parametrize(
     ("shape", "bits", "group"), [((6, 256), 4, 32), ((6, 256), 8, 256), ((700, 384), 4, 128), ((701, 384), 8, 128)]
 )
+@pytest.mark.sample(2)
 def test_zero_points_of_packed_integers(tmp_path, shape, bits, group):
     generator = torch.Generator().manual_seed(bits)
     numbers = torch.randint(0, 2**bits, shape, generator=generator)

@@ -66,6 +66,7 @@ def _gptq(bits, inputs, outputs, group, *, version="gptq", order=None):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.sample(3)
 def test_integers_of_gptq(tmp_path, bits, version):
     tensors, weight = _gptq(bits, 160, 96, 64, version=version)
     settings = {"quant_method": "gptq", "bits": bits, "group_size": 64, "checkpoint_format": version}

@@ -46,6 +46,7 @@ def _ignored(out):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.sample(3)
 def test_weights_come_back_within_half_a_step(tmp_path, scheme, dtype):
     weight = _random(384, 256, dtype=dtype)
     weight[7] = 0  # a row, and within a block
@@ -140,6 +141,7 @@ def test_what_quality_depends_on_stays_plain(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.sample(2)
 def test_parts_of_windows_and_ranks_are_those_of_the_whole(tmp_path, scheme):
     # 9 MiB of numbers or scales in windows of a few hundred KiB, which begin anywhere in a block
     tensors = {f"model.layers.{n}.mlp.down_proj.weight": _random(1280, 2048, seed=n) for n in range(2)}
@@ -181,6 +183,7 @@ def test_transforms_before_it_count_as_if_they_had_been_written(tmp_path, scheme
 
 
 @pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.sample(2)
 def test_a_cast_comes_first(tmp_path, scheme):
     tensors = {"h.0.a.weight": _random(128, 256, dtype=torch.float32), "n.weight": torch.ones(3)}
     source = _saved(tmp_path / "in", tensors, {"dtype": "float32"})
@@ -195,6 +198,7 @@ def test_a_cast_comes_first(tmp_path, scheme):
 
 @pytest.mark.parametrize("scheme", NAMES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.sample(4)
 def test_values_that_are_not_finite_are_named(tmp_path, scheme, value):
     weight = _random(128, 256)
     weight[100, 200] = value

@@ -109,6 +109,7 @@ def _outcome(source, out, **options):
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in QUICK else pytest.mark.slow) for way in WAYS])
 @pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.sample(8)
 def test_a_layout_of_a_transform_is_that_of_what_it_wrote(root, tmp_path, transform, way):
     source, options = root / SOURCES.get(transform, "plain"), dict(WAYS[way])
     if way == "delta":
@@ -124,6 +125,7 @@ def test_a_layout_of_a_transform_is_that_of_what_it_wrote(root, tmp_path, transf
 
 
 @pytest.mark.parametrize("transform", COMPUTED)
+@pytest.mark.sample(2)
 def test_a_killed_run_is_resumed_to_the_same_bytes(root, tmp_path, transform):
     source = root / SOURCES.get(transform, "plain")
     options = {"max_shard_bytes": "300KB", "threads": 1, **TRANSFORMS[transform](root)}
@@ -145,6 +147,7 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(root, tmp_path, transform):
 
 
 @pytest.mark.parametrize("transform", COMPUTED)
+@pytest.mark.sample(2)
 def test_two_processes_write_what_one_writes(root, tmp_path, transform):
     source = root / SOURCES.get(transform, "plain")
     options = {"max_shard_bytes": "300KB", "threads": 1, **TRANSFORMS[transform](root)}

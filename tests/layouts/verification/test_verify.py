@@ -174,6 +174,7 @@ def test_a_file_that_was_cut_off_tells_both_sizes(folder, file, size, level):
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("level", ["full", "size"])
+@pytest.mark.sample(5)
 def test_a_file_that_has_grown_or_is_gone_is_found(folder, file, level):
     with (folder / file).open("ab") as grown:
         grown.write(b"\0")
@@ -300,6 +301,7 @@ def test_holes_are_not_read_and_their_zeros_count(tmp_path, threads):
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.sample(3)
 def test_files_larger_than_a_block_are_read_to_the_last_byte_past_the_page_cache_or_through_it(
     tmp_path, monkeypatch, is_direct, threads
 ):

@@ -73,6 +73,7 @@ def test_what_was_uploaded_whole_is_in_order(uploaded, written):
 
 
 @pytest.mark.parametrize("level", ["full", "size"])
+@pytest.mark.sample(3)
 def test_differences_are_those_of_the_folder(uploaded, written, level):
     flip(written / SHARD, -10)
     (written / "config.json").write_bytes((written / "config.json").read_bytes() + b" ")
@@ -101,6 +102,7 @@ def test_names_that_leave_the_folder_are_refused(uploaded, written, name):
 
 
 @pytest.mark.parametrize("name", ["..%2Fsecret", "a\\b", "config.json?x=1", "config.json#x", "http://other/x"])
+@pytest.mark.sample(5)
 def test_names_that_addresses_would_read_otherwise_name_no_other_file(uploaded, written, name):
     manifest = json.loads((written / MANIFEST_FILE).read_text())
     manifest["files"] = {name: {"bytes": 1, "digest": None, "tensors": {}}}

@@ -238,6 +238,7 @@ def test_a_transposed_matrix_is_read_once_for_each_window_at_most():
         ("F64", "F16", (2, 8192), 18 * MIB),
     ],
 )
+@pytest.mark.sample(2)
 def test_memory_does_not_grow_with_the_window(monkeypatch, stored, wanted, strides, limit):
     taken = []
     monkeypatch.setattr(host_staging, "allocate", lambda size: taken.append(size) or allocate(size))

@@ -319,6 +319,7 @@ def num_calls(function):
 
 @pytest.mark.parametrize("build", [rows_of_layers, tied_layers])
 @pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.sample(2)
 def test_twice_the_layers_are_twice_the_work_not_four_times(build, fallback):
     def work(count):
         model = build(count)

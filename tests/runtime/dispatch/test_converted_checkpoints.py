@@ -44,6 +44,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", MAPS)
 @pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.sample(3)
 def test_a_model_answers_wherever_its_parts_are(folder, where, prefetch):
     before = contents(folder)
     model = load_checkpoint_and_dispatch(empty(), folder, MAPS[where], strict=True, prefetch=prefetch)

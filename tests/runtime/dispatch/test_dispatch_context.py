@@ -78,6 +78,7 @@ def planned(request, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["plan", "file"])
+@pytest.mark.sample(2)
 def test_an_empty_model_has_the_weights_of_the_checkpoint_inside_and_none_afterwards(planned, tmp_path, form):
     plain, plan, options = planned
     model = empty(**options)
@@ -106,6 +107,7 @@ def test_a_folder_that_was_resharded_is_a_plan_as_well(planned, tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.sample(2)
 def test_after_an_error_as_well(planned, error):
     _, plan, options = planned
     model = empty(**options)

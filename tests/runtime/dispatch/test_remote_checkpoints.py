@@ -92,12 +92,14 @@ def sharded(remote):
 
 
 @pytest.mark.parametrize("load", [loaded, dispatched, filled, planned, sharded])
+@pytest.mark.sample(4)
 def test_a_module_is_filled_from_the_network(remote, load):
     assert_holds(load(remote))
 
 
 @pytest.mark.parametrize("load", [loaded, dispatched, filled, planned, sharded])
 @pytest.mark.filterwarnings("ignore::bigload.checkpoint.byte_source.WholeFilesWarning")
+@pytest.mark.sample(2)
 def test_a_module_is_filled_by_a_server_without_byte_ranges(without_ranges, load):
     assert_holds(load(without_ranges))
 

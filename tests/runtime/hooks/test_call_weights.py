@@ -47,6 +47,7 @@ def made(normalize=lambda layer: layer):
         nn.utils.parametrizations.orthogonal,
     ],
 )
+@pytest.mark.sample(8)
 def test_normalized_layers_compute_with_offloaded_weights(offload, normalize, prefetch):
     model, expected = made(normalize), made(normalize)(X)
     offload(model, prefetch=prefetch)

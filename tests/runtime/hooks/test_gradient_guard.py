@@ -58,6 +58,7 @@ def test_gradients_of_inputs_are_those_of_the_plain_model(plain, model):
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.sample(3)
 def test_gradients_of_adapters_are_those_of_the_plain_model(plain, model, reentrant):
     twins = [model, copy.deepcopy(plain)]
     for twin in twins:
@@ -87,6 +88,7 @@ def test_a_forward_alone_is_no_training(plain, model):
 
 
 @pytest.mark.parametrize("asked", ["backward", "grad", "in inputs"])
+@pytest.mark.sample(3)
 def test_a_gradient_of_an_offloaded_weight_is_refused(model, asked, monkeypatch):
     seen, linear = [], nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda x, weight, bias: seen.append(weight) or linear(x, weight, bias))

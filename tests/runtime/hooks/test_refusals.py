@@ -58,6 +58,7 @@ def assert_unchanged(model, before):
 
 
 @pytest.mark.parametrize("move", [lambda model: model.to("cpu"), lambda model: model.cpu(), lambda model: model.cuda()])
+@pytest.mark.sample(6)
 def test_moving_says_why_not(model, move, caplog):
     with (
         caplog.at_level(logging.WARNING, "bigload"),
@@ -80,6 +81,7 @@ def test_moving_says_why_not(model, move, caplog):
         lambda model: model.to(dtype=torch.bfloat16),
     ],
 )
+@pytest.mark.sample(14)
 def test_casting_says_why_not_and_changes_nothing(model, cast):
     before = values(model)
     with pytest.raises(DispatchedModelError, match=r"(?s)cast.*first\.weight.*dtype"):
@@ -88,6 +90,7 @@ def test_casting_says_why_not_and_changes_nothing(model, cast):
 
 
 @pytest.mark.parametrize("cast", [lambda model: model.float(), lambda model: model.to(torch.float32)])
+@pytest.mark.sample(4)
 def test_a_cast_that_changes_no_offloaded_weight_is_done(model, cast):
     before = values(model)
     assert cast(model) is model
@@ -101,6 +104,7 @@ def test_casting_is_possible_when_the_hooks_are_gone(model):
 
 @pytest.mark.parametrize("prefix", ["", "inner."])
 @pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.sample(8)
 def test_other_values_for_offloaded_weights_are_refused_before_any_is_taken(model, strict, prefix):
     before = values(model)
     state = {f"{prefix}{name}": tensor for name, tensor in Model(seed=1).state_dict().items()}
@@ -156,6 +160,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.sample(8)
 def test_an_edit_of_an_offloaded_weight_is_refused_and_nothing_changes(model, edit):
     for _ in range(2):  # before the first forward, and after it
         with torch.no_grad(), pytest.raises(bigload.AbsentWeightError, match=r"first\.weight"):

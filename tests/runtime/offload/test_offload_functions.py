@@ -35,6 +35,7 @@ def same(first, second):
 
 @pytest.mark.parametrize("shape", [(3, 2), (), (0, 4), (1,)], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS + FLOAT8 + WHOLE, ids=str)
+@pytest.mark.sample(24)
 def test_a_weight_comes_back_bit_by_bit(tmp_path, dtype, shape):
     weight = values(dtype, *shape)
     index = bigload.offload_weight(weight, "w", tmp_path, {})

@@ -39,6 +39,7 @@ def expected(plain, ids=IDS):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("resident_bytes", [None, 0, "4KB"])
+@pytest.mark.sample(2)
 def test_only_the_experts_that_the_router_chose_are_loaded_and_results_are_the_loops(
     plain, folder, dtype, resident_bytes
 ):

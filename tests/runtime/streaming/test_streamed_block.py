@@ -60,6 +60,7 @@ def test_a_streamed_model_computes_what_the_plain_one_does_and_is_left_as_it_was
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["in forward", "in a hook of torch before", "in a hook of torch after"])
+@pytest.mark.sample(6)
 def test_an_error_in_the_middle_leaves_everything_as_it_was(plain, model, error, where):
     def fail(*_):
         raise error("here")
@@ -212,6 +213,7 @@ def test_hooks_that_were_there_before_run_as_well(plain, folder):
 
 
 @pytest.mark.parametrize("cast", [torch.float16, torch.float64, torch.bfloat16])
+@pytest.mark.sample(2)
 def test_a_cast_of_modules_after_dispatch_holds_for_what_comes_from_then_on(plain, model, cast):
     model(IDS)
     expected = copy.deepcopy(plain).to(cast)(IDS)
@@ -255,6 +257,7 @@ def test_the_hooks_of_a_leaf_can_go_and_its_weights_stay(plain, folder):
 
 @pytest.mark.parametrize("what", ["leaf", "block", "all", "root"])
 @pytest.mark.parametrize("when", ["between", "within"])
+@pytest.mark.sample(3)
 def test_hooks_can_be_removed_at_any_moment(plain, folder, what, when):
     model = bigload.dispatch_model(copy.deepcopy(plain), {"": "disk"}, offload_dir=folder.parent / "off", **SMALL)
 
@@ -295,6 +298,7 @@ def test_what_is_given_back_to_one_model_is_its_own_while_a_copy_streams_on(plai
 
 @pytest.mark.parametrize("how", ["copied", "pickled", "saved by torch"])
 @pytest.mark.parametrize("when", ["before", "after", "within"])
+@pytest.mark.sample(4)
 def test_copies_stream_by_themselves(plain, model, how, when):
     def copied():
         if how == "copied":
@@ -442,6 +446,7 @@ def test_forwards_that_are_generators_may_be_interleaved(plain, folder):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.sample(3)
 def test_what_was_brought_in_one_mode_of_autograd_can_be_used_in_the_others(plain, model, mode):
     with mode():
         assert torch.equal(model(IDS), plain(IDS))

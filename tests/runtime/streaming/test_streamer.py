@@ -314,6 +314,7 @@ def folder(plain, tmp_path):
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["all stay", "small window"])
 @pytest.mark.parametrize("what", ["removed", "truncated", "replaced"])
 @pytest.mark.parametrize("when", ["before the first", "between", "within"])
+@pytest.mark.sample(4)
 def test_a_file_that_changes_is_an_error_and_when_it_is_back_all_is_well(plain, folder, options, what, when):
     file, aside = folder / "model-4.safetensors", folder.parent / "aside"
     model = streamed(folder, **options)
