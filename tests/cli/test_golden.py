@@ -15,6 +15,7 @@ from builders import make_split
 
 GOLDEN = Path(__file__).parent / "golden"
 OF_BENCHES = ("bench-load", "measure", "run-stats", "run-stats-of-many", "run-stats-predicted")
+IS_UPDATE = os.environ.get("BIGLOAD_UPDATE_GOLDEN") == "1"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TIMED = re.compile(r"in [0-9.]+ s \([0-9.]+ [GMK]?i?B/s\), peak memory [0-9.]+ [MG]iB")
 FREE_SPACE = re.compile(r"[0-9.]+ [GMK]?i?B free there")
@@ -90,21 +91,24 @@ def compare(name: str, command: str, text: str) -> None:
     text = f"$ {command}\n" + FREE_SPACE.sub("9.99 GiB free there", text)
     text = TIMED.sub("in 9.99 s (9.99 GiB/s), peak memory 9.99 MiB", text)
     path = GOLDEN / f"{name}.txt"
-    if os.environ.get("BIGLOAD_UPDATE_GOLDEN") == "1":
+    if IS_UPDATE:
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
 
 
+WIDE = pytest.param(120, marks=() if IS_UPDATE else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("columns", [80, WIDE])
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.usefixtures("tiny_plan", "splits")
-def test_pipes_and_terminals_get_the_golden_texts(run, run_on_terminal, name):
+def test_pipes_and_terminals_get_the_golden_texts(run, run_on_terminal, name, columns):
     done = run(COMMANDS[name])
     compare(f"{name}.pipe", COMMANDS[name], done.stdout + done.stderr)
-    for columns in (80, 120):
-        shown = run_on_terminal(COMMANDS[name], columns).stdout
-        # Blanks before the code that ends a colour cannot be seen; see test_streams for those that are not forgiven.
-        text = "\n".join(line.rstrip() for line in plain(shown).split("\n"))
-        compare(f"{name}.{columns}", COMMANDS[name], text)
+    shown = run_on_terminal(COMMANDS[name], columns).stdout
+    # Blanks before the code that ends a colour cannot be seen; see test_streams for those that are not forgiven.
+    text = "\n".join(line.rstrip() for line in plain(shown).split("\n"))
+    compare(f"{name}.{columns}", COMMANDS[name], text)
 
 
 @pytest.mark.parametrize("name", IN_A_PIPE)

@@ -43,10 +43,10 @@ def readers_of(sizes: Sequence[int], threads: int | None, *, is_local: bool = Tr
     wanted = threads or (DEFAULT_THREADS if is_local else REMOTE_READS)
     num_threads = min(wanted, max(len(sizes), 1))
     num_large = sum(size > BLOCK_BYTES for size in sizes)
-    # Responses of a server come in order: there is nothing to read ahead with.
-    ahead = max(min(wanted // max(num_large, 1), DEFAULT_THREADS), 1) if is_local else 1
+    # Small files are one block each, and responses of a server come in order: there is nothing to read ahead.
+    ahead = max(min(wanted // num_large, DEFAULT_THREADS), 1) if is_local and num_large else 1
     # A job holds the blocks it reads into, and for moments one more, for the uneven end of a file.
-    blocks = BlockPool((ahead + 1) * num_threads, block_bytes=BLOCK_BYTES)
+    blocks = BlockPool((ahead + 1) * num_threads, block_bytes=min(max(sizes, default=1), BLOCK_BYTES) or 1)
     return num_threads, partial(open_pieces, blocks=blocks, ahead=ahead)
 
 
