@@ -10,6 +10,7 @@ from bigload.checkpoint import byte_source
 from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.checkpoint.sources import whole_files
 from builders import contents, make_checkpoint
+from hub_server import served_hub
 
 pytestmark = pytest.mark.filterwarnings("default::bigload.checkpoint.byte_source.WholeFilesWarning")
 
@@ -23,8 +24,8 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def host(model):
-    with served_plainly(model) as server:
+def host(model, monkeypatch, tmp_path):
+    with served_hub(monkeypatch, tmp_path / "cache"), served_plainly(model) as server:
         yield server.url.removeprefix("http://")
 
 
@@ -33,7 +34,7 @@ def run_line(run, monkeypatch):
     def run_here(line):
         monkeypatch.setattr(byte_source, "_WARNED", set())  # as in a process of its own
         whole_files.SERVERS_WITHOUT_RANGES.clear()
-        done = run(f"bigload {line}", env={"HF_HUB_OFFLINE": "0"})
+        done = run(f"bigload {line}")
         assert done.code == 0, done.stderr
         return done.stdout, done.stderr
 

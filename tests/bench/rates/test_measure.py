@@ -85,7 +85,7 @@ def test_a_figure_is_the_median_of_the_passes():
 
 def test_without_torch_disk_and_ram_are_measured_and_that_is_said(tmp_path, monkeypatch):
     for module in ("measure", "storage_rates"):
-        monkeypatch.setattr(f"bigload.bench.{module}.find_spec", lambda _name: None)
+        monkeypatch.setattr(f"bigload.bench.rates.{module}.find_spec", lambda _name: None)
     found = measure_machine(tmp_path, effort=SMALL)
     assert found.profile.devices == ()
     assert found.profile.disk_rate > 0
