@@ -35,7 +35,7 @@ import bigload
 from bigload.bench.fresh_memory import renew
 from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.checkpoint.byte_source import PositionalReader
-from bigload.loading.scheduling.schedule import BLOCK_BYTES
+from bigload.loading.scheduling.read_jobs import BLOCK_BYTES
 from bigload.machine.memory.huge_pages import Buffer, allocate
 from bigload.machine.memory.process_memory import MemorySampler
 from bigload.machine.threads.thread_pool import default_threads, run_jobs

@@ -12,7 +12,8 @@ from bigload.loading.checks import unchanged
 from bigload.loading.engine import Stager, read
 from bigload.loading.progress import OnProgress
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.scheduling.schedule import CPU, BufferSpec, Delivery, Schedule
+from bigload.loading.scheduling.read_jobs import CPU, Delivery
+from bigload.loading.scheduling.schedule import BufferSpec, Schedule
 from bigload.loading.settings import Method
 from bigload.loading.source_pool import MAX_OPEN_FILES, SourcePool, opened_sources
 from bigload.loading.strategy.read_strategy import ReadStrategy

@@ -13,7 +13,8 @@ from bigload.checkpoint.records.fingerprint import ShardFingerprint, changes, cu
 from bigload.checkpoint.sources.listings import identities_now
 from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.errors import NotEnoughMemoryError, ReadError
-from bigload.loading.scheduling.schedule import CPU, Delivery, Schedule
+from bigload.loading.scheduling.read_jobs import CPU, Delivery
+from bigload.loading.scheduling.schedule import Schedule
 from bigload.loading.settings import Method
 from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.machine.memory.ram import available_memory

@@ -14,7 +14,8 @@ import xxhash
 from bigload.checkpoint.byte_source import ByteSource
 from bigload.checkpoint.records.recorded_digests import RecordedDigest, RecordedDigests
 from bigload.errors import DamagedOutputError, ManifestNotFoundError, OptionError
-from bigload.loading.scheduling.schedule import BLOCK_BYTES, CPU, Delivery, ReadJob, Schedule
+from bigload.loading.scheduling.read_jobs import BLOCK_BYTES, CPU, Delivery, ReadJob
+from bigload.loading.scheduling.schedule import Schedule
 from bigload.units import MIB, counted
 
 STEP_BYTES = MIB

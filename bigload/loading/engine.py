@@ -14,7 +14,8 @@ from bigload.checkpoint.sources.range_streams import MAX_GAP_BYTES, Shares
 from bigload.errors import NotEnoughMemoryError
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.scheduling.schedule import BLOCK_BYTES, CPU, Delivery, Destination, ReadJob, Schedule
+from bigload.loading.scheduling.read_jobs import BLOCK_BYTES, CPU, Delivery, Destination, ReadJob
+from bigload.loading.scheduling.schedule import Schedule
 from bigload.loading.source_pool import SourcePool
 from bigload.machine.memory.huge_pages import prefault
 from bigload.machine.threads.activities import Phase, Recorder

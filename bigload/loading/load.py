@@ -20,7 +20,8 @@ from bigload.loading.checks import check_memory, check_ram, warn_of_whole_files
 from bigload.loading.memory_errors import memory_errors
 from bigload.loading.progress import OnProgress, ignore_progress
 from bigload.loading.report import LoadReport
-from bigload.loading.scheduling.schedule import CPU, schedule_reads
+from bigload.loading.scheduling.read_jobs import CPU
+from bigload.loading.scheduling.schedule import schedule_reads
 from bigload.loading.scheduling.slices import Slice
 from bigload.loading.selection import Selection, select
 from bigload.loading.settings import LoadSettings, Method, settings

@@ -10,7 +10,8 @@ from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.devices import DISK, Device
 from bigload.dtypes import DType
 from bigload.errors import DeviceMapError, OptionError, UnknownTensorError
-from bigload.loading.scheduling.schedule import CPU, RequestedTensor
+from bigload.loading.scheduling.read_jobs import CPU
+from bigload.loading.scheduling.schedule import RequestedTensor
 from bigload.loading.scheduling.slices import Slice, cut_out, rows_of
 from bigload.planning.load_dtype import loaded_dtype
 from bigload.planning.plan import Plan

@@ -11,7 +11,8 @@ import bigload
 from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.errors import DamagedOutputError, ManifestNotFoundError, OptionError
-from bigload.loading.scheduling.schedule import BLOCK_BYTES, schedule_reads
+from bigload.loading.scheduling.read_jobs import BLOCK_BYTES
+from bigload.loading.scheduling.schedule import schedule_reads
 from bigload.loading.selection import select
 
 LARGE = 3 * BLOCK_BYTES + 12  # bytes: of several reads

@@ -23,7 +23,7 @@ from bigload.layouts.model_files.folder_files import FolderFiles
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.layouts.resharding.selection import lay_out
-from bigload.loading.scheduling.schedule import MAX_GAP_BYTES, gathers
+from bigload.loading.scheduling.read_requests import MAX_GAP_BYTES, gathers
 from bigload.loading.scheduling.slices import rows_of
 from bigload.planning.plan import Plan
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from bigload.checkpoint.model import AssembledTensor, TensorInfo, sizes_of
 from bigload.conversion.computed_tensor import ComputedTensor
 from bigload.layouts.output import OutputFile, OutputTensor
-from bigload.loading.scheduling.schedule import gathers
+from bigload.loading.scheduling.read_requests import gathers
 from bigload.loading.scheduling.slices import StridedRange, rows_of
 
 

@@ -28,16 +28,8 @@ from bigload.extras import require
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.source_files import SourceFiles
 from bigload.loading.scheduling.piece_copies import strided_copies
-from bigload.loading.scheduling.schedule import (
-    BLOCK_BYTES,
-    Delivery,
-    DTypeCast,
-    ReadJob,
-    ReadRequest,
-    jobs_of,
-    requests_for,
-    requests_of_copy,
-)
+from bigload.loading.scheduling.read_jobs import BLOCK_BYTES, Delivery, DTypeCast, ReadJob
+from bigload.loading.scheduling.read_requests import ReadRequest, jobs_of, requests_for, requests_of_copy
 from bigload.loading.scheduling.slices import StridedRange, rows_between, source_rows
 from bigload.loading.scheduling.strided_views import boxes_between, view_parts
 from bigload.machine.threads.activities import NO_RECORDER

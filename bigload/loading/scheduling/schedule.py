@@ -12,35 +12,23 @@ and again: what becomes another dtype, what goes to an accelerator, and columns,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
 from bigload.checkpoint.model import AssembledTensor, Span, TensorInfo
 from bigload.dtypes import DType
-from bigload.loading.scheduling.piece_copies import StridedCopy, strided_copies
-from bigload.loading.scheduling.slices import Slice, StridedRange, rows_of, sliced_shape
-from bigload.units import KIB, MIB
-
-ALIGNMENT = 64
-BLOCK_BYTES = 16 * MIB
-"""Size of a read: large enough to drown the cost of the call, small enough to share a shard among threads."""
-
-STAGED_BLOCK_BYTES = 2 * MIB
-"""Size of a read that is cast or gathered on the CPU: the bytes should still be in its cache when that happens."""
-
-MAX_GAP_BYTES = 64 * KIB
-"""Columns further apart are read one by one; others with the gaps between them, which cost less than a read each."""
-
-MAX_GATHERED_ROW_BYTES = 256 * KIB
-"""Columns of longer rows are read one by one too: a read of a whole row is long enough."""
-
-MAX_SCATTERED_PIECES = 1024
-"""In one read: about as many as one call of the system takes."""
-
-CPU = "cpu"
-_PAGE_BYTES = 4 * KIB
+from bigload.loading.scheduling.piece_copies import strided_copies
+from bigload.loading.scheduling.read_jobs import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    CPU,
+    Delivery,
+    DTypeCast,
+    ReadJob,
+)
+from bigload.loading.scheduling.read_requests import PAGE_BYTES, ReadRequest, jobs_of, requests_for, requests_of_copy
+from bigload.loading.scheduling.slices import Slice, rows_of, sliced_shape
 
 
 class RequestedTensor(NamedTuple):
@@ -108,86 +96,6 @@ class BufferSlot(NamedTuple):
     wanted: RequestedTensor
     buffer: int
     start: int
-
-
-class DTypeCast(NamedTuple):
-    """From the dtype in the file to the one in memory."""
-
-    stored: DType
-    wanted: DType
-
-
-class Spread(NamedTuple):
-    """Distances in memory, in elements: from one of a row to the next, and from row to row. `bits` are of the file."""
-
-    bits: int
-    step: int
-    row_stride: int
-
-
-class Destination(NamedTuple):
-    """Part of a read with its target: `rows` times `row_bytes`, `stride` apart, the first at byte `source` of the read.
-
-    They are written from byte `start` of a buffer on, without gaps or as `spread` says, converted by `cast` if there is
-    one.
-    """
-
-    source: int
-    row_bytes: int
-    buffer: int
-    start: int
-    rows: int = 1
-    stride: int = 0
-    cast: DTypeCast | None = None
-    spread: Spread | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the file, without those between the rows."""
-        return self.rows * self.row_bytes
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes in memory, without what a spread leaves between them."""
-        return self._in_memory(self.num_bytes)
-
-    def start_of_row(self, row: int) -> int:
-        """Return the byte of the buffer at which row `row` begins."""
-        if self.spread is None:
-            return self.start + self._in_memory(row * self.row_bytes)
-        return self.start + self._in_memory(row * self.spread.row_stride * self.spread.bits // 8)
-
-    def start_after(self, num_bytes: int) -> int:
-        """Return the byte of the buffer at which what comes after the first `num_bytes` of a single row begins."""
-        return self.start + self._in_memory(num_bytes * (1 if self.spread is None else self.spread.step))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the bytes are written as they are, one after the other."""
-        return self.rows == 1 and self.cast is None and self.spread is None
-
-    def _in_memory(self, num_bytes: int) -> int:
-        return num_bytes if self.cast is None else num_bytes * self.cast.wanted.bits // self.cast.stored.bits
-
-
-class Delivery(Enum):
-    """Path of the bytes of a read to their buffers."""
-
-    STRAIGHT = "read into them"
-    SCATTERED = "read into them, and the gaps between them into scratch memory"
-    STAGED = "read into a block, and copied or cast from there"
-    POPULATED = "made present in the map of the file, where they stay"
-
-
-class ReadJob(NamedTuple):
-    """One read: `num_bytes` of `file` from `offset` on, all for one device."""
-
-    file: str
-    offset: int
-    num_bytes: int
-    destinations: tuple[Destination, ...]
-    delivery: Delivery = Delivery.STRAIGHT
-    device: str = CPU
 
 
 class Schedule(NamedTuple):
@@ -308,59 +216,8 @@ def _first_start(span: Span) -> int:
 
     Most tensors are a multiple of 64 bytes long, so those after it lie like it, and direct reads can go in place.
     """
-    into_page = span.start % _PAGE_BYTES
+    into_page = span.start % PAGE_BYTES
     return into_page if into_page % ALIGNMENT == 0 else 0
-
-
-@dataclass(slots=True)
-class ReadRequest:
-    """Bytes of a file that are delivered alike, and may be cut between rows, or between units of a single row."""
-
-    offset: int
-    destination: Destination
-    delivery: Delivery
-    device: str
-    unit: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes from the first to the last, those between the rows included."""
-        return (self.destination.rows - 1) * self.destination.stride + self.destination.row_bytes
-
-    @property
-    def least_bytes(self) -> int:
-        """The smallest part that can be cut off."""
-        return self.unit if self.destination.rows == 1 else self.destination.row_bytes
-
-    def join(self, other: ReadRequest) -> bool:
-        """Take `other` in if it goes on where this one ends, in the file and in the buffer; return whether it does."""
-        to, then = self.destination, other.destination
-        is_next = other.offset == self.offset + to.row_bytes and then.start == to.start + to.row_bytes
-        is_alike = (other.delivery, other.device, then.buffer) == (self.delivery, self.device, to.buffer)
-        if not (is_next and is_alike and to.is_plain and then.is_plain):
-            return False
-        self.destination = to._replace(row_bytes=to.row_bytes + then.row_bytes)
-        return True
-
-    def cut(self, room: int) -> tuple[ReadRequest, ReadRequest | None]:
-        """Return as much as fits into `room` bytes, but at least the smallest part, and the rest."""
-        to = self.destination
-        if self.num_bytes <= room:
-            return self, None
-        if to.rows == 1:
-            step = max(room // self.unit, 1) * self.unit
-            if step >= to.row_bytes:
-                return self, None
-            head = to._replace(row_bytes=step)
-            tail = to._replace(row_bytes=to.row_bytes - step, start=to.start_after(step))
-        else:
-            rows = max((room - to.row_bytes) // to.stride + 1, 1)
-            step = rows * to.stride
-            head = to._replace(rows=rows, stride=to.stride if rows > 1 else 0)
-            more = to.rows - rows
-            tail = to._replace(rows=more, stride=to.stride if more > 1 else 0, start=to.start_of_row(rows))
-        rest = ReadRequest(self.offset + step, tail, self.delivery, self.device, self.unit)
-        return ReadRequest(self.offset, head, self.delivery, self.device, self.unit), rest
 
 
 def _requests_of(want: RequestedTensor, slot: BufferSlot, *, stays: bool) -> Iterator[tuple[str, ReadRequest]]:
@@ -388,139 +245,3 @@ def _requests_of_pieces(
             if request.destination.rows > 1:
                 request.delivery = Delivery.STAGED
             yield copy.file, request
-
-
-def requests_of_copy(
-    copy: StridedCopy,
-    dtype: DType,
-    buffer: int,
-    start: int,
-    *,
-    cast: DTypeCast | None = None,
-    delivery: Delivery = Delivery.SCATTERED,
-    device: str = CPU,
-) -> Iterator[ReadRequest]:
-    """Yield what delivers `copy`, of elements of `dtype`, to its places in the part at byte `start` of a buffer."""
-    width = dtype.alignment
-    rows = StridedRange(copy.start, copy.run_bytes, copy.count, copy.stride)
-    is_dense = copy.target_step == 1 and (copy.count == 1 or copy.target_stride * width == copy.run_bytes)
-    spread = None if is_dense else Spread(8 * width, copy.target_step, copy.target_stride)
-    at = start + copy.target * (width if cast is None else cast.wanted.alignment)
-    for request in requests_for(rows, buffer, at, cast=cast, delivery=delivery, device=device, spread=spread):
-        if request.destination.spread is not None:
-            request.delivery = Delivery.STAGED
-        yield request
-
-
-def gathers(rows: StridedRange) -> bool:
-    """Return whether `rows` are read together, with the bytes between them."""
-    gap = rows.stride - rows.row_bytes
-    return rows.count > 1 and gap <= MAX_GAP_BYTES and rows.stride <= MAX_GATHERED_ROW_BYTES
-
-
-def requests_for(
-    rows: StridedRange,
-    buffer: int,
-    start: int,
-    *,
-    cast: DTypeCast | None = None,
-    delivery: Delivery = Delivery.SCATTERED,
-    device: str = CPU,
-    spread: Spread | None = None,
-) -> Iterator[ReadRequest]:
-    """Yield what delivers `rows` to byte `start` of a buffer and on: all rows as one request, or each by itself."""
-    bits = cast.stored.bits if cast is not None else spread.bits if spread is not None else 8
-    unit = max(bits // 8, 1)
-    whole = Destination(
-        0, rows.row_bytes, buffer, start, rows.count, rows.stride if rows.count > 1 else 0, cast, spread
-    )
-    if rows.count == 1 or gathers(rows):
-        yield ReadRequest(rows.start, whole, delivery, device, unit)
-        return
-    # A row by itself needs no spread, unless there are gaps between its elements too.
-    within = spread if spread is not None and spread.step > 1 else None
-    for row in range(rows.count):
-        single = Destination(0, rows.row_bytes, buffer, whole.start_of_row(row), cast=cast, spread=within)
-        yield ReadRequest(rows.start + row * rows.stride, single, delivery, device, unit)
-
-
-@dataclass(slots=True)
-class _OpenJob:
-    """A job that neighbours may still join."""
-
-    file: str
-    offset: int
-    delivery: Delivery
-    device: str
-    num_bytes: int = 0
-    destinations: list[Destination] = field(default_factory=list)
-
-    def room(self, block_bytes: int) -> int:
-        """Return the bytes of a full job: those of a read that is not staged end at a page of the file.
-
-        Then the next begins at one, and a direct read of it needs no blocks around it.
-        """
-        is_aligned = self.delivery is Delivery.STRAIGHT and block_bytes > _PAGE_BYTES
-        return block_bytes - (self.offset % _PAGE_BYTES if is_aligned else 0)
-
-    def takes(self, request: ReadRequest, block_bytes: int) -> bool:
-        gap = request.offset - self.offset - self.num_bytes
-        is_neighbour = 0 <= gap <= (MAX_GAP_BYTES if self.delivery is Delivery.SCATTERED else 0)
-        is_alike = request.delivery is self.delivery and request.device == self.device
-        if self.delivery is Delivery.SCATTERED and len(self.destinations) >= MAX_SCATTERED_PIECES:
-            return False
-        return (
-            is_neighbour
-            and is_alike
-            and self.num_bytes + gap + min(request.least_bytes, block_bytes) <= self.room(block_bytes)
-        )
-
-    def add(self, request: ReadRequest) -> None:
-        source = request.offset - self.offset
-        self.destinations.append(request.destination._replace(source=source) if source else request.destination)
-        self.num_bytes = source + request.num_bytes
-
-    def closed(self) -> ReadJob:
-        # Nothing has to be delivered of pages that stay where they are.
-        destinations = () if self.delivery is Delivery.POPULATED else tuple(self.destinations)
-        return ReadJob(self.file, self.offset, self.num_bytes, destinations, self.delivery, self.device)
-
-
-def jobs_of(
-    file: str, requests: Iterable[ReadRequest], block_bytes: int, *, ends_with_requests: bool = False
-) -> Iterator[ReadJob]:
-    """Yield the reads of `requests` of `file`, in their order: neighbours merged, cut into blocks.
-
-    Each is of whole requests, or of a part of a single one, if it `ends_with_requests`.
-    """
-    job: _OpenJob | None = None
-    is_cut = False
-    for request in requests if ends_with_requests else _joined(requests):
-        rest: ReadRequest | None = request
-        is_staged_here = request.delivery is Delivery.STAGED and request.device == CPU
-        size = min(block_bytes, STAGED_BLOCK_BYTES) if is_staged_here else block_bytes
-        if job is not None and ends_with_requests and (is_cut or request.num_bytes > size - job.num_bytes):
-            yield job.closed()
-            job = None
-        is_cut = request.num_bytes > size
-        while rest is not None:
-            if job is None or not job.takes(rest, size):
-                if job is not None:
-                    yield job.closed()
-                job = _OpenJob(file, rest.offset, rest.delivery, rest.device)
-            part, rest = rest.cut(job.room(size) - (rest.offset - job.offset))
-            job.add(part)
-    if job is not None:
-        yield job.closed()
-
-
-def _joined(requests: Iterable[ReadRequest]) -> Iterator[ReadRequest]:
-    """Yield `requests`, those as one that go on where another ends: a copy of each would take longer."""
-    joined: ReadRequest | None = None
-    for request in requests:
-        if joined is None or not joined.join(request):
-            if joined is not None:
-                yield joined
-            joined = request
-    if joined is not None:
-        yield joined

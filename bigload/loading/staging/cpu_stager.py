@@ -10,7 +10,8 @@ from itertools import chain
 import torch
 
 from bigload.checkpoint.byte_source import ByteSource
-from bigload.loading.scheduling.schedule import STAGED_BLOCK_BYTES, Destination, DTypeCast, ReadJob, Spread
+from bigload.loading.scheduling.read_jobs import Destination, DTypeCast, ReadJob, Spread
+from bigload.loading.scheduling.read_requests import STAGED_BLOCK_BYTES
 from bigload.loading.scheduling.strided_views import ViewPart
 from bigload.loading.staging.openmp import without_team
 from bigload.loading.tensors.views import MOVED_AS, Memory, spread_dtypes, torch_dtype

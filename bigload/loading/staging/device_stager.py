@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from bigload.checkpoint.byte_source import ByteSource
-from bigload.loading.scheduling.schedule import Destination, ReadJob, Spread
+from bigload.loading.scheduling.read_jobs import Destination, ReadJob, Spread
 from bigload.loading.staging.device_transfers import HostBlock, Transfers
 from bigload.loading.tensors.views import Memory, spread_dtypes, torch_dtype
 

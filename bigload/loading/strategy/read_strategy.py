@@ -13,7 +13,8 @@ from bigload.distributed.host_share import HostShare
 from bigload.errors import UnsupportedMethodError
 from bigload.loading.readers.direct import MAX_ALIGNMENT, CacheFirstReader, DirectReader
 from bigload.loading.readers.mapped import MappedFile
-from bigload.loading.scheduling.schedule import BLOCK_BYTES, RequestedTensor
+from bigload.loading.scheduling.read_jobs import BLOCK_BYTES
+from bigload.loading.scheduling.schedule import RequestedTensor
 from bigload.loading.settings import LoadSettings, Method
 from bigload.loading.strategy.io_method import FileRanges, MethodChoice, choose_method
 from bigload.machine.threads.activities import Phase, Recorder

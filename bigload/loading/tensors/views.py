@@ -10,7 +10,8 @@ import torch
 from bigload.checkpoint.model import TensorInfo
 from bigload.dtypes import DType, parse_dtype
 from bigload.errors import OptionError, UnsupportedDTypeError
-from bigload.loading.scheduling.schedule import BufferSlot, Destination, RequestedTensor, Schedule, Spread
+from bigload.loading.scheduling.read_jobs import Destination, Spread
+from bigload.loading.scheduling.schedule import BufferSlot, RequestedTensor, Schedule
 from bigload.machine.memory.huge_pages import Buffer
 from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE
 

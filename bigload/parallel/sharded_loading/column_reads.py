@@ -20,7 +20,7 @@ from bigload.checkpoint.byte_source import ByteSource, expect_reads, read_stride
 from bigload.checkpoint.model import Checkpoint
 from bigload.loading.checks import unchanged
 from bigload.loading.scheduling.piece_copies import StridedCopy
-from bigload.loading.scheduling.schedule import CPU
+from bigload.loading.scheduling.read_jobs import CPU
 from bigload.loading.source_pool import MAX_OPEN_FILES, opened_sources
 from bigload.loading.tensors.views import torch_dtype
 from bigload.machine.threads.activities import NO_RECORDER

@@ -14,7 +14,8 @@ from bigload.checkpoint.model import AssembledTensor
 from bigload.conversion.checkpoint_view import CheckpointView, view_for
 from bigload.errors import OptionError, StateDictMismatchError, abridged
 from bigload.loading.scheduling.piece_copies import ShardSpec, spec_shape, whole_spec
-from bigload.loading.scheduling.schedule import CPU, RequestedTensor
+from bigload.loading.scheduling.read_jobs import CPU
+from bigload.loading.scheduling.schedule import RequestedTensor
 from bigload.loading.staging.accelerators import check_present
 from bigload.loading.tensors.assign import Assignment, compare, replace_tensor, tensor_named
 from bigload.loading.tensors.views import check_dtypes, dtype_of

@@ -13,17 +13,9 @@ from bigload.dtypes import DTYPES, parse_dtype
 from bigload.loading.buffers import fill_buffers
 from bigload.loading.progress import ignore_progress
 from bigload.loading.scheduling.piece_copies import StridedCopy, strided_copies
-from bigload.loading.scheduling.schedule import (
-    CPU,
-    BufferSpec,
-    Delivery,
-    DTypeCast,
-    ReadRequest,
-    RequestedTensor,
-    Schedule,
-    jobs_of,
-    requests_for,
-)
+from bigload.loading.scheduling.read_jobs import CPU, Delivery, DTypeCast
+from bigload.loading.scheduling.read_requests import ReadRequest, jobs_of, requests_for
+from bigload.loading.scheduling.schedule import BufferSpec, RequestedTensor, Schedule
 from bigload.loading.scheduling.slices import StridedRange
 from bigload.loading.settings import LoadSettings, Method
 from bigload.loading.strategy.read_strategy import PARALLEL_BYTES, ReadStrategy, choose_strategy, usual_threads

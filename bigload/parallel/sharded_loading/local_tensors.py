@@ -11,7 +11,7 @@ import torch
 from bigload.checkpoint.model import AssembledTensor
 from bigload.loading.checks import check_ram
 from bigload.loading.scheduling.piece_copies import ShardSpec, StridedCopy, spec_shape
-from bigload.loading.scheduling.schedule import ALIGNMENT, CPU
+from bigload.loading.scheduling.read_jobs import ALIGNMENT, CPU
 from bigload.loading.staging.accelerators import take_memory
 from bigload.loading.tensors.views import Memory, bytes_of, torch_dtype
 from bigload.machine.memory.huge_pages import allocate, use_huge_pages

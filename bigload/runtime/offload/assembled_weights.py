@@ -13,7 +13,8 @@ from bigload.checkpoint.model import AssembledTensor
 from bigload.errors import ReadError
 from bigload.loading.checks import signature
 from bigload.loading.engine import read
-from bigload.loading.scheduling.schedule import CPU, RequestedTensor, schedule_reads
+from bigload.loading.scheduling.read_jobs import CPU
+from bigload.loading.scheduling.schedule import RequestedTensor, schedule_reads
 from bigload.loading.settings import settings
 from bigload.loading.source_pool import opened_sources
 from bigload.loading.staging.cpu_stager import HostStager

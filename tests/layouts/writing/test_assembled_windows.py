@@ -16,7 +16,7 @@ from bigload.conversion.conversion import Conversion, as_stored
 from bigload.dtypes import DTYPES
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.window_reader import Portion, WindowReader, jobs_for
-from bigload.loading.scheduling.schedule import Delivery
+from bigload.loading.scheduling.read_jobs import Delivery
 
 torch = pytest.importorskip("torch")
 

@@ -7,19 +7,9 @@ from hypothesis import strategies as st
 
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
-from bigload.loading.scheduling.schedule import (
-    ALIGNMENT,
-    BLOCK_BYTES,
-    MAX_GAP_BYTES,
-    STAGED_BLOCK_BYTES,
-    BufferSpec,
-    Delivery,
-    Destination,
-    DTypeCast,
-    ReadJob,
-    RequestedTensor,
-    schedule_reads,
-)
+from bigload.loading.scheduling.read_jobs import ALIGNMENT, BLOCK_BYTES, Delivery, Destination, DTypeCast, ReadJob
+from bigload.loading.scheduling.read_requests import MAX_GAP_BYTES, STAGED_BLOCK_BYTES
+from bigload.loading.scheduling.schedule import BufferSpec, RequestedTensor, schedule_reads
 from bigload.loading.scheduling.slices import Slice
 
 FILE = "one.safetensors"

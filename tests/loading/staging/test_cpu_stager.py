@@ -2,7 +2,7 @@
 
 import threading
 
-from bigload.loading.scheduling.schedule import Delivery, Destination, ReadJob
+from bigload.loading.scheduling.read_jobs import Delivery, Destination, ReadJob
 from bigload.loading.staging import cpu_stager
 from bigload.machine.memory.huge_pages import allocate
 from bigload.machine.threads.activities import Recorder

@@ -7,7 +7,8 @@ import torch
 from bigload.checkpoint.model import Span, TensorInfo
 from bigload.dtypes import DTYPES
 from bigload.errors import OptionError, UnsupportedDTypeError
-from bigload.loading.scheduling.schedule import ALIGNMENT, RequestedTensor, schedule_reads
+from bigload.loading.scheduling.read_jobs import ALIGNMENT
+from bigload.loading.scheduling.schedule import RequestedTensor, schedule_reads
 from bigload.loading.tensors.views import as_tensors, check_dtypes, parsed_dtype, torch_dtype, torch_shape
 from bigload.machine.memory.huge_pages import allocate
 from builders import num_bytes_of

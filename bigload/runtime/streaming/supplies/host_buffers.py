@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from bigload.checkpoint.byte_source import ByteSource
-from bigload.loading.scheduling.schedule import CPU, ReadJob
+from bigload.loading.scheduling.read_jobs import CPU, ReadJob
 from bigload.loading.staging.cpu_stager import HostStager, bytes_in
 from bigload.machine.memory.huge_pages import HUGE_PAGE_BYTES, Buffer, allocate
 from bigload.machine.threads.activities import NO_RECORDER
