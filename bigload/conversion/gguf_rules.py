@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import gcd
+from math import gcd, prod
 
 from bigload.checkpoint.formats.gguf.families import GgufRule
 from bigload.checkpoint.model import TensorInfo
@@ -82,10 +82,11 @@ def _latent_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # n
 
 
 def _pair_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
-    _expect_experts(tensors)
-    experts, rows, columns = tensors[0].shape
+    _expect_experts(tensors, num_dims=(2, 3))
+    *stack, rows, columns = tensors[0].shape
+    experts = prod(stack)
     order = [part * experts + each for each in range(experts) for part in (0, 1)]
-    return _reordered([_values(tensor) for tensor in tensors], rows, order, (experts, 2 * rows, columns))
+    return _reordered([_values(tensor) for tensor in tensors], rows, order, (*stack, 2 * rows, columns))
 
 
 def _interleaved_from(tensors: Sequence[TensorInfo], config: Config) -> Operand:  # noqa: ARG001
@@ -142,11 +143,11 @@ def _transposed(tensors: Sequence[Operand], *, is_interleaved: bool = False) -> 
 
 
 def _halves(tensor: Operand) -> tuple[Operand, ...]:
-    """Return the upper and the lower half of each expert."""
-    is_paired = len(shape_of(tensor)) == 3 and shape_of(tensor)[1] % 2 == 0
-    _expect(tensor, "3 dimensions, with rows in pairs", holds=is_paired)
-    experts, rows, columns = shape_of(tensor)
-    shape = experts, rows // 2, columns
+    """Return the upper and the lower half of each expert, or of the one."""
+    is_paired = len(shape_of(tensor)) in (2, 3) and shape_of(tensor)[-2] % 2 == 0
+    _expect(tensor, "2 or 3 dimensions, with rows in pairs", holds=is_paired)
+    *stack, rows, columns = shape_of(tensor)
+    experts, shape = prod(stack), (*stack, rows // 2, columns)
     return tuple(_reordered((tensor,), rows // 2, range(part, 2 * experts, 2), shape) for part in (0, 1))
 
 
@@ -157,8 +158,9 @@ def _reordered(tensors: Sequence[Operand], size: int, order: Sequence[int], shap
 
 def _squeezed(tensor: Operand) -> tuple[Operand, ...]:
     shape = shape_of(tensor)
-    _expect(tensor, "3 dimensions, the second of size 1", holds=len(shape) == 3 and shape[1] == 1)
-    return (replace(tensor, shape=(shape[0], shape[-1])),)
+    is_squeezed = len(shape) in (2, 3) and shape[len(shape) - 2] == 1
+    _expect(tensor, "2 or 3 dimensions, the last but one of size 1", holds=is_squeezed)
+    return (replace(tensor, shape=(*shape[:-2], shape[-1])),)
 
 
 def _fused_order(tensor: Operand, config: Config) -> list[int]:

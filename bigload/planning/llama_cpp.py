@@ -53,8 +53,9 @@ def _placed(plan: Plan, checkpoint: Checkpoint) -> Mapping[str, Device]:
     kind = (checkpoint.config or {}).get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise OptionError.of("emit", "llama.cpp", f"a model whose names it has ({known}), not {kind!r:.100}")
+        hint = f"docs/formats.md lists the {len(FAMILIES)} that have"
+        expected = f"a model_type that has names for GGUF; {kind!r:.100} has none"
+        raise OptionError.of("emit", "llama.cpp", expected, hint=hint)
     found: dict[str, Device] = {}
     for name in checkpoint.tensors:
         if plan.leaves_out(name):

@@ -162,9 +162,8 @@ def _family(checkpoint: Checkpoint) -> Family:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
-        hint = "convert_hf_to_gguf.py of llama.cpp knows more"
-        raise refusal(f"a model of one of the types {known}; this one is {model_type!r:.100}", hint=hint)
+        hint = f"docs/formats.md lists the {len(FAMILIES)} that have; convert_hf_to_gguf.py of llama.cpp knows more"
+        raise refusal(f"a model_type that has names for GGUF; {model_type!r:.100} has none", hint=hint)
     settings = config.get("quantization_config")
     if settings and not (isinstance(settings, dict) and _is_mxfp4(settings, family)):
         raise refusal("a model that is not quantised", hint="reshard the original weights, or add --dequantize")

@@ -169,7 +169,7 @@ def test_frequencies_of_llama_3_1_are_divided_by_their_wavelength(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model_type": "words"}, "this one is 'words'"),
+        ({"model_type": "words"}, "'words' has none"),
         ({"quantization_config": {"quant_method": "gptq"}}, "not quantised"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "this one has 'longrope'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is True, as llama.cpp"),

@@ -35,6 +35,12 @@ def family_of(shard: Shard, names: Iterable[str]) -> Family | None:
             model_type = "mistral"
     elif architecture == "deepseek2" and metadata_number(metadata, "deepseek2.expert_gating_func") != 2:  # softmax
         model_type = "deepseek_v2"
+    elif architecture == "olmo2" and metadata_number(metadata, "olmo2.attention.sliding_window"):
+        model_type = "olmo3"
+    elif architecture == "granitemoe" and metadata_number(metadata, "granitemoe.expert_shared_feed_forward_length"):
+        model_type = "granitemoeshared"
+    elif architecture == "mamba" and metadata_number(metadata, "mamba.ssm.dt_b_c_rms"):
+        model_type = "falcon_mamba"
     elif architecture == "t5" and not _BIASES_OF_UMT5.isdisjoint(names):
         model_type = "umt5"
     return FAMILIES.get(model_type)
@@ -76,7 +82,7 @@ def _of_model_type(
         is_27b = count in (46, 62)  # for which llama.cpp has another one
         found["query_pre_attn_scalar"] = hidden // max(heads, 1) if is_27b else head_dim
     by_layer = metadata_value(metadata, f"{family.architecture}.attention.head_count_kv")
-    if kind == "lfm2" and isinstance(by_layer, list):
+    if kind in ("lfm2", "lfm2_moe") and isinstance(by_layer, list):
         found["layer_types"] = ["full_attention" if each else "conv" for each in by_layer]
     if family.encoder_decoder:
         is_gated = any(name.endswith(".wi_1.weight") for name in tensors)

@@ -9,7 +9,7 @@ from bigload.checkpoint.formats.gguf.families import Family, GgufRule
 from bigload.checkpoint.formats.gguf.rope import head_size, local_base, rope_parameters, rotated_size, scaling_keys
 from bigload.checkpoint.formats.gguf.writing import MetadataValue, refusal
 
-_FLOATS = ("_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping", "_scale", ".scale")
+_FLOATS = ("_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping", "clamp_kqv", "_scale", ".scale")
 _FLAGS = ("use_parallel_residual", "expert_weights_norm")
 
 
@@ -42,12 +42,7 @@ def metadata_of(
     sizes = _head_sizes(config, family) if "attention.head_count" in family.keys else {}
     found |= {f"{architecture}.{key}": value for key, value in sizes.items()}
     found |= {f"{architecture}.{key}": value for key, value in family.fixed.items()}
-    kinds, count = config.get("layer_types"), config.get("num_key_value_heads")
-    if family.model_type == "lfm2" and isinstance(kinds, list) and isinstance(count, int):
-        found[f"{architecture}.attention.head_count_kv"] = [count if kind == "full_attention" else 0 for kind in kinds]
-        found[f"{architecture}.feed_forward_length"] = _adjusted_length(config)
-    if family.model_type == gemma4.MODEL_TYPE:
-        found |= {f"{architecture}.{key}": value for key, value in gemma4.written_keys(config).items()}
+    found |= {f"{architecture}.{key}": value for key, value in _of_model_type(config, family.model_type).items()}
     found |= {f"{architecture}.rope.scaling.{key}": value for key, value in scaling_keys(config).items()}
     for key, known in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
         value = config.get(known)
@@ -55,6 +50,17 @@ def metadata_of(
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32:
             found[f"tokenizer.ggml.{key}_token_id"] = value
     return found
+
+
+def _of_model_type(config: Mapping[str, object], model_type: str) -> dict[str, MetadataValue]:
+    """Return the keys that one model type has, or has otherwise than others."""
+    found: dict[str, MetadataValue] = {}
+    kinds, count = config.get("layer_types"), config.get("num_key_value_heads")
+    if model_type in ("lfm2", "lfm2_moe") and isinstance(kinds, list) and isinstance(count, int):
+        found["attention.head_count_kv"] = [count if kind == "full_attention" else 0 for kind in kinds]
+    if model_type == "lfm2":
+        found["feed_forward_length"] = _adjusted_length(config)
+    return {**found, **gemma4.written_keys(config)} if model_type == gemma4.MODEL_TYPE else found
 
 
 def _values(config: Mapping[str, object], num_predictions: int) -> dict[str, object]:
@@ -67,6 +73,9 @@ def _values(config: Mapping[str, object], num_predictions: int) -> dict[str, obj
         "rope_theta": rope_parameters(config).get("rope_theta", config.get("rope_theta")),
         "rope_local_base_freq": local_base(config),
     }
+    shared = config.get("moe_num_shared_experts"), config.get("moe_intermediate_size")
+    if isinstance(shared[0], int) and isinstance(shared[1], int):  # of ERNIE
+        values["shared_expert_intermediate_size"] = shared[0] * shared[1]
     count = config.get("num_hidden_layers")
     if num_predictions and isinstance(count, int):
         values |= {"num_hidden_layers": count + num_predictions, "num_nextn_predict_layers": num_predictions}

@@ -48,8 +48,8 @@ def renamed(family: Family, tensors: Iterable[TensorInfo]) -> Iterator[TensorInf
             shape = tensor.shape
             if module == "ffn_gate_inp_shexp" and len(shape) == 1:  # llama.cpp keeps it as a vector
                 shape = (1, *shape)
-            elif family.rules.get(name) is GgufRule.SQUEEZED and len(shape) == 2:
-                shape = (shape[0], 1, shape[1])
+            elif family.rules.get(name) is GgufRule.SQUEEZED and len(shape) in (1, 2):
+                shape = (*shape[:-1], 1, shape[-1])
             yield replace(tensor, name=before + name, shape=shape)
         elif module == f"ffn_{part}_exps" and part in family.expert_parts and is_stack:
             for number in range(tensor.shape[0]):
