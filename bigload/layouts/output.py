@@ -223,6 +223,11 @@ class Output:
         return tuple({id(tensor.source): tensor.source for file in self.files for tensor in file.tensors}.values())
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several tensors are written of one: what is known of their sources is worth its memory."""
+        return sum(len(file.tensors) for file in self.files) > len(self.sources)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all files of weights, holes included."""
         return sum(output.num_bytes for output in self.files)

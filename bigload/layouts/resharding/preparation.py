@@ -248,7 +248,7 @@ def prepare_output(
         sources.check_available()
         identities = sources.identities()  # before reading, so that a later change is noticed
         check_scales(sources, output)
-        extents = cache(sources.extents)  # ranks have parts of the same tensors
+        extents = cache(sources.extents) if output.is_shared else sources.extents
         ranges = {file.file: data_ranges(file, extents, block_bytes=BLOCK_BYTES) for file in output.files}
     output_digest = _output_digest(output)
     recipe = _recipe(output_digest, identities)
@@ -316,14 +316,17 @@ def _recipe(output_digest: str, identities: Mapping[str, SourceIdentity]) -> str
 
 def _output_digest(output: Output) -> str:
     digest = hashlib.sha256()
-    places = {id(source): json.dumps(_place_of(source))[1:-1] for source in output.sources}
+    places, is_shared = dict[int, str](), output.is_shared
     parts: dict[int, str] = {}  # by identity, as `places`: both are shared, and their hash is slow
     for file in output.files:
         texts = []
         for source, dtype, cuts, *_ in file.tensors:
             if id(cuts) not in parts:
                 parts[id(cuts)] = json.dumps([(part.dim, part.start, part.stop) for part in cuts])
-            texts.append(f'[{places[id(source)]}, "{dtype.name}", {parts[id(cuts)]}]')
+            place = places.get(id(source)) or json.dumps(_place_of(source))[1:-1]
+            if is_shared:
+                places[id(source)] = place
+            texts.append(f'[{place}, "{dtype.name}", {parts[id(cuts)]}]')
         facts = json.dumps([file.file, file.num_bytes, file.header_sha256])
         digest.update(f"{facts[:-1]}, [{', '.join(texts)}]]".encode() + b"".join(file.gaps))
     for name, content in output.documents.items():
