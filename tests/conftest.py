@@ -31,7 +31,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Budgets that nothing fits into are filtered out, and a busy machine is slow; neither says that a test is wrong.
 tolerated = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 # Each run on a desk draws other examples, and keeps those that failed; that of CI draws the same ones each time.
-settings.register_profile("dev", deadline=None, max_examples=15, suppress_health_check=tolerated)
+settings.register_profile("dev", deadline=None, max_examples=10, suppress_health_check=tolerated)
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, database=None)
 settings.register_profile("nightly", settings.get_profile("dev"), max_examples=100)
 settings.register_profile("thorough", settings.get_profile("dev"), max_examples=3000)
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items):
         if (mark := item.get_closest_marker("sample")) and not item.get_closest_marker("slow"):
             matrices[item.path, item.originalname, mark.args[0]].append(item)
     for (_, _, number), cases in matrices.items():
-        kept = {round(place * (len(cases) - 1) / (number - 1)) for place in range(number)}
+        kept = {round(place * (len(cases) - 1) / max(number - 1, 1)) for place in range(number)}
         for case in {*range(len(cases))} - kept:
             cases[case].add_marker(pytest.mark.slow)
 

@@ -355,6 +355,7 @@ def test_force_never_replaces_what_bigload_has_not_written(run, here):
 ANSWERS = {"y\n": 0, "n\n": 1, "\x04": 130}  # the last is Ctrl-D
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_on_a_terminal_force_asks_once(run, here, environment, terminal, answer):
     open_terminal, read_terminal = terminal

@@ -110,6 +110,7 @@ def test_each_rank_has_the_tensors_of_vllm(tmp_path, tp, size, is_tied):
     assert not list((tmp_path / "out").glob("*.index.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
 def test_of_a_distributed_checkpoint_it_is_that_of_the_model(tmp_path, model_type):
     experts = {

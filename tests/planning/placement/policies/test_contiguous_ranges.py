@@ -87,7 +87,8 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(LARGE)[:2], pytest.param(list(LARGE)[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.sample(1)
 def test_a_large_problem_ends_after_a_number_of_steps(name):
     """Steps are counted, not seconds: the same question has the same answer on every machine."""
     problem = LARGE[name]()
