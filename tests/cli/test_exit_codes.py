@@ -460,7 +460,7 @@ STAGES = {
     "writing.staging._clear": 0,
     "writing.source_files.SourceFiles.check_headers": 0,
     "writing.writer.run_jobs": 3,
-    "execution.write_file": 3,
+    "resharding.execution.write_file": 3,
 }
 
 

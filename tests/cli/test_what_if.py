@@ -28,7 +28,7 @@ from bigload.planning.placement.solve import solve
 from bigload.planning.planner import plan_details
 from bigload.planning.timing.predict import predict
 from bigload.planning.workload import Workload
-from bigload_cli import views
+from bigload_cli.views import plan_page
 from bigload_cli.views.plan_page.what_if import MAX_FORMS, MAX_UNITS, as_json, cache_form, run_memory, what_if
 from builders import checkpoint_of, llama_tensors, problem_of, unit_of
 from make import load_recipe
@@ -58,7 +58,7 @@ globalThis.call = (name, ...values) => globalThis[name](...values.map((value) =>
 def script():
     context = quickjs.Context()
     for name in ("what_if.js", "what_if_time.js"):
-        context.eval((files(views) / name).read_text(encoding="utf-8"))
+        context.eval((files(plan_page) / name).read_text(encoding="utf-8"))
     context.eval(_ASK)
     return lambda *words: json.loads(context.get("call")(*words))
 
