@@ -24,7 +24,8 @@ from bigload.layouts.model_files.folder_files import folder_files
 from bigload.layouts.model_files.other_weights import LeftOut
 from bigload.layouts.options import ReshardOptions, parse_bytes
 from bigload.layouts.output import Output
-from bigload.layouts.resharding.preparation import PreparedReshard, check_apart, output_folder, prepare_output
+from bigload.layouts.resharding.output_place import check_apart, output_folder
+from bigload.layouts.resharding.preparation import PreparedReshard, prepare_output
 from bigload.layouts.resharding.reshard import run_reshard
 from bigload.layouts.resharding.selection import open_source
 from bigload.loading.checks import warn_of_whole_files

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
+from bigload.checkpoint.byte_source import SourceIdentity, scheme_of
 from bigload.checkpoint.formats.registry import GGUF, check_data_is_read
 from bigload.checkpoint.model import Checkpoint, TensorInfo, forms_of
 from bigload.checkpoint.pipeline import refuse_pipeline
-from bigload.checkpoint.records.manifest import MANIFEST_FILE, STAGING_SUFFIX, read_manifest
-from bigload.conversion.computed_tensor import ComputedTensor, Operand, stored_in
-from bigload.errors import NotEnoughSpaceError, OptionError, OutputExistsError, WriteError
+from bigload.checkpoint.records.manifest import MANIFEST_FILE, read_manifest
+from bigload.conversion.computed_tensor import ComputedTensor, stored_in
+from bigload.errors import NotEnoughSpaceError, OptionError, WriteError
 from bigload.extras import require
 from bigload.layouts.dtype_rules import config_with_dtype
 from bigload.layouts.kinds.layout import LayoutRequest
-from bigload.layouts.model_files.side_files import CONFIG_FILE, SideFile, files_beside, is_single_file
+from bigload.layouts.model_files.side_files import CONFIG_FILE, SideFile, files_beside
 from bigload.layouts.options import DEFAULTS, REMOTE_THREADS, ReshardOptions
 from bigload.layouts.output import Output
 from bigload.layouts.resharding.deltas import as_delta, left_to_base
 from bigload.layouts.resharding.names import CONVERSION_FILE, named_tensors
+from bigload.layouts.resharding.output_place import (
+    bytes_on_disk,
+    bytes_stored_in,
+    check_apart,
+    check_system,
+    check_writable,
+    existing_part,
+    free_bytes,
+    output_folder,
+)
+from bigload.layouts.resharding.recipe import output_digest_of, recipe_of
 from bigload.layouts.resharding.scale_checks import check_scales
 from bigload.layouts.resharding.selection import lay_out, open_source, ranks_of_plan, recorded_options
 from bigload.layouts.tensors_to_write import TensorsToWrite
@@ -39,10 +47,9 @@ from bigload.layouts.verification.verify import verify as verify_folder
 from bigload.layouts.writing.kernel_copy import KernelCopy, kernel_copy
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES, write_errors
 from bigload.layouts.writing.source_files import SourceFiles
-from bigload.layouts.writing.staging import RESUME, check_output, replaced_folder, staging_folder
+from bigload.layouts.writing.staging import RESUME, check_output, staging_folder
 from bigload.layouts.writing.windows import DataRanges, data_ranges
 from bigload.loading.checks import warn_of_whole_files
-from bigload.machine.files.cache_folder import cache_folder
 from bigload.planning.model_parallel.parallel_plan import ParallelPlan
 from bigload.planning.plan import Plan
 from bigload.units import format_size
@@ -134,7 +141,7 @@ def prepare_reshard(
         refuse_pipeline(checkpoint, asked="change of names or tensors")
     kernel = KernelCopy.NOTHING
     if options.dtypes.dtype is None and scheme_of(checkpoint.root).is_local:
-        kernel = kernel_copy(checkpoint.root, _existing(target))
+        kernel = kernel_copy(checkpoint.root, existing_part(target))
     can_share_blocks = kernel is KernelCopy.CLONE
     named = named_tensors(checkpoint, None if plan is not None else options.names)
     asked = options if named.is_changed or plan is not None else replace(options, names=None)
@@ -238,7 +245,7 @@ def prepare_output(
 
     Raises as `prepare_reshard` does.
     """
-    _check_system(target)
+    check_system(target)
     _check_torch(output)
     for before, file in pairwise(output.files):
         file.take_header_of(before)
@@ -250,16 +257,16 @@ def prepare_output(
         check_scales(sources, output)
         extents = cache(sources.extents) if output.is_shared else sources.extents
         ranges = {file.file: data_ranges(file, extents, block_bytes=BLOCK_BYTES) for file in output.files}
-    output_digest = _output_digest(output)
-    recipe = _recipe(output_digest, identities)
+    output_digest = output_digest_of(output)
+    recipe = recipe_of(output_digest, identities)
     sizes = _sizes(output, ranges, side_files)
     with write_errors(target):
         is_finished = options.resume and _is_published(target, recipe)
         if not is_finished:
             check_output(target, resume=options.resume, force=options.force)
-            _check_writable(_existing(target))
-        left = _stored_in(staging_folder(target))  # resumed, or removed first
-        free = _free_bytes(target)
+            check_writable(existing_part(target))
+        left = bytes_stored_in(staging_folder(target))  # resumed, or removed first
+        free = free_bytes(target)
     takes_space = not is_finished and kernel is not KernelCopy.CLONE
     return PreparedReshard(
         checkpoint=checkpoint,
@@ -269,7 +276,7 @@ def prepare_output(
         ranges=ranges,
         side_files=side_files,
         stored_bytes=sum(sizes),
-        needed_bytes=max(_on_disk(sizes) - left, 0) if takes_space else 0,
+        needed_bytes=max(bytes_on_disk(sizes) - left, 0) if takes_space else 0,
         free_bytes=free,
         kept_bytes=left if options.resume else 0,
         options=options,
@@ -288,8 +295,8 @@ def add_room(error: WriteError, prepared: PreparedReshard) -> None:
     """Add to an error of `prepared`, if its disk was full, what is missing there now."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         sizes = _sizes(prepared.output, prepared.ranges, prepared.side_files)
-        left = _on_disk(sizes) - _stored_in(staging_folder(prepared.out))
-        free = _free_bytes(prepared.out)
+        left = bytes_on_disk(sizes) - bytes_stored_in(staging_folder(prepared.out))
+        free = free_bytes(prepared.out)
         error.details = (f"{format_size(left)} still to write, {format_size(free)} free there",)
         if left > free:
             error.details += (f"short by {format_size(left - free)}",)
@@ -305,106 +312,10 @@ def _check_torch(output: Output) -> None:
         require("torch", asked_by="a tensor that is computed from others", extra="torch")
 
 
-def _recipe(output_digest: str, identities: Mapping[str, SourceIdentity]) -> str:
-    """Return a digest of everything that decides which bytes are written, the state of the source files included."""
-    digest = hashlib.sha256(output_digest.encode())
-    for name, identity in sorted(identities.items()):
-        shared = (identity.num_bytes, *identity.version, *identity.status_version)
-        digest.update(json.dumps([name, *shared]).encode())
-    return digest.hexdigest()
-
-
-def _output_digest(output: Output) -> str:
-    digest = hashlib.sha256()
-    places, is_shared = dict[int, str](), output.is_shared
-    parts: dict[int, str] = {}  # by identity, as `places`: both are shared, and their hash is slow
-    for file in output.files:
-        texts = []
-        for source, dtype, cuts, *_ in file.tensors:
-            if id(cuts) not in parts:
-                parts[id(cuts)] = json.dumps([(part.dim, part.start, part.stop) for part in cuts])
-            place = places.get(id(source)) or json.dumps(_place_of(source))[1:-1]
-            if is_shared:
-                places[id(source)] = place
-            texts.append(f'[{place}, "{dtype.name}", {parts[id(cuts)]}]')
-        facts = json.dumps([file.file, file.num_bytes, file.header_sha256])
-        digest.update(f"{facts[:-1]}, [{', '.join(texts)}]]".encode() + b"".join(file.gaps))
-    for name, content in output.documents.items():
-        digest.update(name.encode() + b"\0" + content)
-    return digest.hexdigest()
-
-
-def _place_of(source: Operand) -> list[object]:
-    """Return where `source` is stored and what is computed, as JSON can hold it."""
-    if isinstance(source, ComputedTensor):
-        return [repr(source.operation)]
-    if isinstance(source, TensorInfo):
-        return [source.span.file, source.span.start, source.span.stop]
-    pieces = ((piece.start, piece.tensor) for piece in source.pieces)
-    return [[start, tensor.shape, tensor.strides, *_place_of(tensor)] for start, tensor in pieces]
-
-
 def _is_published(out: Path, recipe: str) -> bool:
     """Return whether `out` has all files of the same `recipe`; files may have been removed since."""
     is_this = (out / MANIFEST_FILE).is_file() and read_manifest(out).options.get("recipe") == recipe
     return is_this and verify_folder(out, level=Level.SIZE).ok
-
-
-def check_apart(checkpoint: Checkpoint, target: Path) -> None:
-    """Raise OutputExistsError if the output is inside the source or a cache, or the source inside the output."""
-    for folder in target.absolute().parents:
-        if folder == cache_folder() or (folder.name.startswith("models--") and (folder / "snapshots").is_dir()):
-            reason = f"{folder} is a cache, whose program may delete it"
-            raise OutputExistsError(target, reason, hint="choose a folder outside of it")
-    if not scheme_of(checkpoint.root).is_local:
-        return
-    with write_errors(target):
-        _check_folders(checkpoint, target)
-
-
-def _check_folders(checkpoint: Checkpoint, target: Path) -> None:
-    root, out = (Path(os.path.realpath(folder)) for folder in (checkpoint.root, target))
-    hint = "choose a folder outside of it"
-    if not is_single_file(checkpoint) and out == root:
-        raise OutputExistsError(target, "it is the source, which is never written to", hint=hint)
-    if not is_single_file(checkpoint) and out.is_relative_to(root):
-        raise OutputExistsError(
-            target, f"it is inside the source {checkpoint.root}, which is never written to", hint=hint
-        )
-    for folder in (target, staging_folder(target), replaced_folder(target)):
-        if root.is_relative_to(os.path.realpath(folder)):
-            reason = f"the source {checkpoint.root} is inside of it"
-            raise OutputExistsError(folder, reason, hint="choose another folder")
-
-
-def output_folder(out: str | Path) -> Path:
-    """Return `out` as a path beside which the staging folder can be made."""
-    path = Path(out)
-    if not scheme_of(path).is_local:
-        hint = "name a folder of this machine, then upload it: hf upload, aws s3 cp --recursive"
-        raise OutputExistsError(address_text(path), "files are written to this machine only", hint=hint)
-    if path.name in ("", ".."):
-        hint = "name a folder that does not exist yet: it is written beside its place, and renamed in the end"
-        raise OutputExistsError(path, "it has no name of its own", hint=hint)
-    if path.name.endswith(STAGING_SUFFIX):
-        hint = f"choose a name that does not end in {STAGING_SUFFIX}"
-        raise OutputExistsError(path, "its name is that of a folder that is still being written", hint=hint)
-    try:
-        for folder in (path, staging_folder(path), replaced_folder(path)):
-            folder.is_symlink()
-    except OSError as error:
-        raise WriteError(path, error) from error
-    if "\0" in str(path):
-        raise WriteError(path, OSError(errno.EINVAL, os.strerror(errno.EINVAL)))
-    return path
-
-
-def _existing(path: Path) -> Path:
-    """Return the nearest existing folder at or above `path`."""
-    folder = path.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 def _sizes(output: Output, ranges: Mapping[str, DataRanges], side_files: Iterable[SideFile]) -> list[int]:
@@ -414,38 +325,6 @@ def _sizes(output: Output, ranges: Mapping[str, DataRanges], side_files: Iterabl
         *(len(content) for content in output.documents.values()),
         *(file.num_bytes for file in side_files),
     ]
-
-
-def _on_disk(sizes: Iterable[int]) -> int:
-    """Return the bytes of disk that files of these sizes take, a small journal and manifest included."""
-    return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in (*sizes, 1, 1))
-
-
-def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(_existing(path)).free
-
-
-def _check_system(target: Path) -> None:
-    """Raise WriteError on a system without the locks that keep two programs from writing one folder: Windows."""
-    if not hasattr(os, "O_NOFOLLOW"):
-        reason = "checkpoints are written on Linux and macOS only"
-        raise WriteError(target, OSError(errno.ENOSYS, reason), hint="on Windows use its Subsystem for Linux (WSL)")
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise WriteError if `folder` is none, or files cannot be made in it."""
-    number = 0
-    if not folder.is_dir():
-        number = errno.ENOTDIR
-    elif not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-        number = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
-    if number:
-        raise WriteError(folder, OSError(number, os.strerror(number)), hint="choose an output folder elsewhere")
-
-
-def _stored_in(folder: Path) -> int:
-    """Return the bytes of disk that the files below `folder` take."""
-    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
 def _is_a_model(checkpoint: Checkpoint, plan: Plan | None, output: Output) -> bool:

@@ -7,7 +7,7 @@ one module elsewhere is counted anew, as every plan is, and judged by the wishes
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from bigload.devices import CPU, DISK, Device
@@ -29,6 +29,7 @@ from bigload.planning.placement.problem import (
 from bigload.planning.plan import PlanNote
 from bigload.planning.planner import PlanDetails
 from bigload.planning.policy_registry import policy_named
+from bigload.planning.questions.explanation import AdjacentModule, Alternative, DeviceShare, Explanation
 from bigload.planning.questions.name_lookup import name_in_checkpoint
 from bigload.planning.resident_experts import layers_of
 from bigload.units import counted, format_size
@@ -38,90 +39,6 @@ _OUT_OF_ORDER = ", but modules would not be in order on the accelerators"
 
 _MAX_UNITS = 2
 """A name that covers more units than this, two for a block and its experts, is described but not tried elsewhere."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceShare:
-    """Part of the modules asked about on one device: bytes of weights, and of what they need where they run."""
-
-    device: Device
-    runs_on: Device
-    num_bytes: int
-    cache_bytes: int
-    logits_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdjacentModule:
-    """The module that runs just before, or just after."""
-
-    name: str
-    device: Device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """The same plan with a module elsewhere.
-
-    Attributes:
-        module: What was moved; what has to go with it went along.
-        device: Where to.
-        keeps_limits: Whether every device then keeps its limit, and experts run where their block does.
-        lacking_bytes: What devices lack, by device; empty when limits are kept.
-        more_seconds: That a token would take longer, less than 0 for shorter.
-        more_device_changes: That a forward pass would make, less than 0 for fewer.
-        text: One sentence.
-    """
-
-    module: str
-    device: Device
-    keeps_limits: bool
-    lacking_bytes: Mapping[Device, int]
-    more_seconds: float
-    more_device_changes: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Reasons for the place of a module or tensor.
-
-    Attributes:
-        name: Its name in the checkpoint.
-        modules: The keys of the device map, in the names of the checkpoint, that it is, covers, or is a part of.
-        homes: Where it is; none for a module that is left out.
-        before: What runs just before it, `None` at the beginning.
-        after: What runs just after it, `None` at the end.
-        reasons: What the bytes say.
-        alternatives: What trials say, in the order of the budget; none where it covers many modules.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    homes: tuple[DeviceShare, ...]
-    before: AdjacentModule | None
-    after: AdjacentModule | None
-    reasons: tuple[PlanNote, ...]
-    alternatives: tuple[Alternative, ...]
-
-    @property
-    def headline(self) -> str:
-        """Return where it is, in a sentence."""
-        if not self.homes:
-            return f"{self.name} is on no device"
-        places = []
-        for home in self.homes:
-            beside = {"cache": home.cache_bytes, "logits": home.logits_bytes}
-            sizes = [f"{format_size(home.num_bytes)} of weights"]
-            sizes += [f"{format_size(size)} of {what}" for what, size in beside.items() if size]
-            runs = "" if home.runs_on == home.device else f" and runs on {home.runs_on}"
-            places.append(f"on {home.device}{runs} ({', '.join(sizes)})")
-        around = [
-            f"{word} {near.name} on {near.device}"
-            for word, near in (("after", self.before), ("before", self.after))
-            if near is not None
-        ]
-        return f"{self.name} is {', '.join(places)}{', ' if around else ''}{' and '.join(around)}"
 
 
 def explain(details: PlanDetails, name: str) -> Explanation:

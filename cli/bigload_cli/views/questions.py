@@ -8,7 +8,7 @@ from dataclasses import asdict
 from bigload.devices import Device
 from bigload.plain_text import PlainTable, printable
 from bigload.planning.questions.compare import PolicyOutcome
-from bigload.planning.questions.explain import AdjacentModule, Explanation
+from bigload.planning.questions.explanation import AdjacentModule, Explanation
 from bigload.planning.questions.max_context import MaxContext
 from bigload.planning.questions.sizing import GpuNeeds, GpuSizes, LargestUnit
 from bigload.planning.workload import Workload

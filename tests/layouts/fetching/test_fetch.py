@@ -28,7 +28,7 @@ from bigload.errors import (
 )
 from bigload.layouts.fetching.fetch import prepare_fetch
 from bigload.layouts.fetching.options import FetchOptions
-from bigload.layouts.resharding import preparation
+from bigload.layouts.resharding import output_place
 from bigload.machine.files.cache_folder import cache_folder
 from builders import contents
 
@@ -281,8 +281,8 @@ def test_offline_what_is_cached_is_fetched_and_the_rest_is_named_before_anything
 def test_a_disk_that_is_too_small_is_known_before_a_byte_is_transferred(served, repository, tmp_path, monkeypatch):
     source = open_checkpoint("org/tiny")
     served.requests.clear()
-    usage = preparation.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(preparation.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = output_place.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(output_place.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(NotEnoughSpaceError):
         bigload.fetch(source, tmp_path / "out")
     assert body_bytes(served) == 0
