@@ -14,6 +14,7 @@ notices at once. Standard output and error of a worker go to a file without a na
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import weakref
@@ -202,7 +203,9 @@ def _raise_failures(answers: Sequence[object], doing: str) -> None:
     failures = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, WorkerFailure)}
     if failures:
         rank, first = next(iter(failures.items()))
-        is_shared = len(failures) == len(answers) and len({(each.kind, each.text) for each in failures.values()}) == 1
+        # An object's text may have its address in it, which is another one in each process.
+        texts = {(each.kind, re.sub(r"\b0x[0-9a-f]+", "", each.text)) for each in failures.values()}
+        is_shared = len(failures) == len(answers) and len(texts) == 1
         hint = None if is_shared else "other workers did not raise it, so all have been ended; call parallelize again"
         raise WorkerError(
             f"worker {rank} raised {first.kind} while {doing}: {first.text}",

@@ -127,38 +127,44 @@ class Streamer:
         """
         held: list[StreamedBlock] = []
         self._here.__dict__.setdefault("forwards", []).append(held)
-        with self._lock:
-            others = list(self._under_way.values())
-            self._under_way[id(held)] = held
-            kept = self._kept if self._has_succeeded and self._limits is not _NOTHING else ()
-            for block in kept:
-                if any(block not in other for other in others):
-                    continue
-                if block.residency is not Residency.RESIDENT or not (block.num_users or block.is_current()):
-                    continue
-                block.num_users += 1
-                try:
-                    self._acquire(block)
-                except Exception:  # the forward of the block raises it
-                    self._leave(block)
-                else:
-                    block.bypass()
+        try:
+            with self._lock:
+                others = list(self._under_way.values())
+                self._under_way[id(held)] = held
+                kept = self._kept if self._has_succeeded and self._limits is not _NOTHING else ()
+                for block in kept:
+                    if any(block not in other for other in others):
+                        continue
+                    if block.residency is not Residency.RESIDENT or not (block.num_users or block.is_current()):
+                        continue
+                    block.num_users += 1
                     held.append(block)
+                    try:
+                        self._acquire(block)
+                    except Exception:  # the forward of the block raises it
+                        self._leave(held.pop())
+                    else:
+                        block.bypass()
+        except BaseException:  # Ctrl-C: a block left half installed would stay so
+            self._release(self._here.__dict__["forwards"].pop())
+            raise
         self.log.forward_began(held_bytes=self._held_bytes)
 
     def end_forward(self) -> None:
         """End a forward of the model in the calling thread, or one that raised."""
-        held = self._here.__dict__["forwards"].pop()
         try:
-            with self._lock:
-                self._under_way.pop(id(held), None)
-                for block in held:
-                    try:
-                        block.depart()
-                    finally:
-                        self._leave(block)
+            self._release(self._here.__dict__["forwards"].pop())
         finally:
             self.log.forward_ended()
+
+    def _release(self, held: list[StreamedBlock]) -> None:
+        with self._lock:
+            self._under_way.pop(id(held), None)
+            for block in held:
+                try:
+                    block.depart()
+                finally:
+                    self._leave(block)
 
     def forward_succeeded(self) -> None:
         """Note that a forward of the model has given its answer."""

@@ -431,7 +431,7 @@ def test_who_waits_for_a_process_that_is_killed_gets_an_error(tmp_path, size, fu
     assert [end["kind"] for end in others] == ["RankError"] * (size - 1)
     if dying == 0:
         assert {end["rank"] for end in others} == {0}
-        assert all("was killed" in end["reason"] for end in others)
+        assert all("has ended" in end["reason"] for end in others)
 
 
 @pytest.mark.slow

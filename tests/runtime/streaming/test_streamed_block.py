@@ -27,6 +27,7 @@ from streamed_models import (
 from torch import nn
 
 import bigload
+from bigload.runtime.streaming.supplies.mapped_weights import MappedSupply
 
 SMALL = {"prefetch_bytes": 3000, "resident_bytes": 0}
 WAYS = [{}, SMALL, {"prefetch_bytes": 0, "resident_bytes": 0}, {"resident_bytes": 3000, "prefetch_bytes": 1500}]
@@ -88,6 +89,26 @@ def test_blocks_that_stay_cost_a_forward_of_the_model_no_hook_of_their_own(plain
         assert torch.equal(model(IDS), plain(IDS))
         with pytest.raises(RuntimeError):
             model(IDS.float())
+        assert torch.equal(model(IDS), plain(IDS))
+
+
+def test_an_interrupt_while_blocks_that_stay_are_installed_leaves_none_of_them_half_installed(
+    plain, folder, monkeypatch
+):
+    model = streamed(folder)
+    model(IDS)
+    arrive, calls = MappedSupply.arrive, []
+
+    def interrupted(supply):
+        calls.append(supply)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return arrive(supply)
+
+    monkeypatch.setattr(MappedSupply, "arrive", interrupted)
+    with settled(model):
+        with pytest.raises(KeyboardInterrupt):
+            model(IDS)
         assert torch.equal(model(IDS), plain(IDS))
 
 
