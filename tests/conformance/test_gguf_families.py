@@ -1,5 +1,6 @@
 """Each architecture of GGUF: written, it answers in llama.cpp as in transformers; read again, it is the same model."""
 
+import re
 from json import dumps, loads
 from types import SimpleNamespace
 
@@ -79,6 +80,13 @@ CASES = {
     "gemma3_text": {"head_dim": 64, "query_pre_attn_scalar": 64},
     "gemma4_text": GEMMA4,
     "gemma4_text of one size": {**GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, **K_IS_V},
+    "gemma4_text with experts": {
+        **GEMMA4,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
     "phi3": {},
     "phi3 of few tokens": {
         "rope_parameters": LONGROPE,
@@ -241,7 +249,7 @@ def test_names_are_those_of_the_package(case):
     known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[number]}
     for tensor in reader.tensors:
         block = next((part for part in tensor.name.split(".") if part.isdecimal()), "")
-        name = tensor.name.removesuffix(".weight").removesuffix(".bias")
+        name = re.sub(r"\.(weight|bias|scale)$", "", tensor.name)
         assert name in {each.format(bid=block) for each in known}
 
 

@@ -23,6 +23,7 @@ from bigload.checkpoint.formats.gguf.limits import check_computation, check_size
 from bigload.checkpoint.formats.gguf.metadata import metadata_of
 from bigload.checkpoint.formats.gguf.names import gguf_names, place_of, rule_of
 from bigload.checkpoint.formats.gguf.rope import factor_tensors
+from bigload.checkpoint.formats.gguf.text_model import text_config, text_name
 from bigload.checkpoint.formats.gguf.tokenizer import UnknownTokenizerError, tokenizer_metadata
 from bigload.checkpoint.formats.gguf.writing import MetadataValue, encode_header, padding, refusal
 from bigload.checkpoint.formats.registry import GGUF, read_shard_header
@@ -58,11 +59,12 @@ def lay_out(request: LayoutRequest) -> Output:
     checkpoint = request.checkpoint
     if checkpoint.format == GGUF.name:
         return _rewritten(request)
-    config = checkpoint.config or {}
+    checkpoint, sources, notes = _text_model(request)
     family = _family(checkpoint)
+    config = {**family.assumed, **(checkpoint.config or {})}
     check_computation(config, family)
     made: dict[str, tuple[OutputTensor, DType, tuple[int, ...]]] = {}
-    sources, beyond = _sources(request, family)
+    sources, beyond = _sources(sources, config, family)
     for name, (rule, tensors) in _by_gguf_name(sources, config, family).items():
         first = tensors[0]
         shape = (len(tensors), *shape_of(first)) if _is_expert(name, first) else shape_of(first)
@@ -89,12 +91,29 @@ def lay_out(request: LayoutRequest) -> Output:
     check_sizes(metadata, family)
     embedding = made.get("token_embd.weight")
     tokenizer, note = _tokenizer(checkpoint, embedding[2][0] if embedding else 0)
-    notes = [note]
+    notes.append(note)
     if beyond and is_left_out:
         notes.append(
             f"not written: {counted(len(beyond), 'layer')} of multi-token prediction, as llama.cpp's converter"
         )
     return _one_file({**metadata, **tokenizer}, made, notes)
+
+
+def _text_model(request: LayoutRequest) -> tuple[Checkpoint, Sequence[OutputTensor], list[str]]:
+    """Return what is written of a model: of a multimodal one, its text model under its own names, and a note."""
+    checkpoint, tensors = request.checkpoint, request.in_execution_order()
+    inner = text_config(checkpoint.config or {})
+    if inner is None:
+        return checkpoint, tensors, []
+    kept, left = list[OutputTensor](), dict[str, None]()
+    for tensor in tensors:
+        name = text_name(tensor.name)
+        if name is None:
+            left[tensor.name.removeprefix("model.").partition(".")[0]] = None
+        else:
+            kept.append(tensor.of(replace(tensor.source, name=name)))
+    text = f"only the text model is written, without {', '.join(left)}, which llama.cpp has in another file (mmproj)"
+    return replace(checkpoint, config=inner), kept, [text] if left else []
 
 
 _Made = Mapping[str, tuple[OutputTensor, DType, tuple[int, ...]]]
@@ -174,14 +193,15 @@ def _is_mxfp4(settings: Mapping[str, object], family: Family) -> bool:
     return settings.get("quant_method") == "mxfp4" and GgufRule.INTERLEAVED_PAIR in family.rules.values()
 
 
-def _sources(request: LayoutRequest, family: Family) -> tuple[list[OutputTensor], set[int]]:
+def _sources(
+    tensors: Sequence[OutputTensor], config: Mapping[str, object], family: Family
+) -> tuple[list[OutputTensor], set[int]]:
     """Return what is written of a model, and the numbers of its layers of multi-token prediction, after all others."""
-    config = request.checkpoint.config or {}
     count = config.get(family.keys["block_count"])
     kept, beyond = list[OutputTensor](), set[int]()
     # T5 says that it is tied, whether it is or not
     is_tied = not family.encoder_decoder and config.get("tie_word_embeddings", family.is_tied) is True
-    for tensor in _with_mxfp4(request.in_execution_order()):
+    for tensor in _with_mxfp4(tensors):
         if tensor.name.endswith(_LEFT_OUT) or (is_tied and tensor.name == f"{family.root['output']}.weight"):
             continue  # llama.cpp computes these, and ties the output
         place = place_of(family, tensor.name)
@@ -250,7 +270,11 @@ def _mxfp4(name: str, blocks: TensorInfo, scales: TensorInfo) -> ComputedTensor:
 
 def _is_expert(name: str, tensor: Operand) -> bool:
     """Return whether `tensor` is one of those that are stacked under this name."""
-    return "_exps." in name and len(shape_of(tensor)) < (3 if name.endswith(".weight") else 2)
+    return (
+        "_exps." in name
+        and not name.endswith(".scale")
+        and len(shape_of(tensor)) < (3 if name.endswith(".weight") else 2)
+    )
 
 
 def _dtype(name: str, stored: DType, shape: tuple[int, ...], asked: DType | None) -> DType:

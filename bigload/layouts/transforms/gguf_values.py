@@ -110,7 +110,7 @@ def check_decoded(path: str, tensors: Iterable[TensorInfo]) -> None:
             hint=f"decoded are {', '.join(DECODERS)}; llama-quantize of llama.cpp makes F16 of others",
         )
     scale = next((tensor.name for tensor in tensors if tensor.name.endswith(".scale")), None)
-    if scale is not None and packed:  # of NVFP4
+    if scale is not None and any(tensor.dtype.name == "NVFP4" for tensor in packed):
         text = f"its values are multiplied by {scale} and its like when a model runs, which is not done here"
         raise UnsupportedFormatError(path, text, hint="reshard the weights that it was made of")
     rare = next((tensor for tensor in packed if tensor.dtype.name in DECODED_BY_PACKAGE), None)

@@ -192,6 +192,21 @@ def test_what_has_no_form_in_gguf_is_refused(tmp_path, changes, expected):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("whole", ["model.language_model", "language_model.model", "model.text_model"])
+def test_of_a_multimodal_model_the_text_model_is_written(tmp_path, whole):
+    tensors = written(tmp_path / "text")
+    renamed = {name.replace("model.", f"{whole}.", 1): tensor for name, tensor in tensors.items()}
+    (tmp_path / "several/text").mkdir(parents=True)
+    save_file({**renamed, "vision_tower.a.weight": torch.ones(2, 2)}, tmp_path / "several/text/model.safetensors")
+    inner = {key: value for key, value in CONFIG.items() if key != "eos_token_id"}
+    config = {"model_type": "llava", "text_config": inner, "eos_token_id": CONFIG["eos_token_id"]}
+    (tmp_path / "several/text/config.json").write_text(json.dumps(config))
+    bigload.reshard(tmp_path / "text", tmp_path / "out", layout="gguf")
+    report = bigload.reshard(tmp_path / "several/text", tmp_path / "of-several", layout="gguf")
+    assert (tmp_path / "out/model.gguf").read_bytes() == (tmp_path / "of-several/model.gguf").read_bytes()
+    assert any("only the text model is written, without vision_tower," in note for note in report.output.notes)
+
+
 def test_a_tensor_without_a_name_is_refused(tmp_path):
     written(tmp_path / "in", {**SHAPES, **MLP, "model.layers.0.self_attn.sinks": (HEADS,)})
     with pytest.raises(OptionError, match="sinks has none"):

@@ -111,6 +111,7 @@ class Family:
         keys: Keys of config.json by those of the metadata, without the architecture's name.
         fixed: Keys of the metadata that no config has, or that other keys follow from.
         builtin: Values of config.json that llama.cpp computes by without a key; a model with others is refused.
+        assumed: Values of the class that a published config.json leaves out.
         defaults: Values of config.json that the class has otherwise, for a file that was read.
         flags: Keys of config.json that are true if there is a tensor with such an ending.
         activations: What config.json may name as the activation; several names are the same for llama.cpp.
@@ -133,6 +134,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=lambda: _SIZES)
     fixed: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     builtin: Mapping[str, object] = field(default_factory=dict)
+    assumed: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=lambda: _BIAS)
     activations: tuple[str, ...] = ("silu", "swish")
@@ -455,6 +457,15 @@ _ALL = (
         architecture="gemma3",
         model_type="gemma3_text",
         model_class="Gemma3ForCausalLM",
+        assumed={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
         block={**_ATTENTION, **_MLP, **_GEMMA_NORMS},
         keys={**_SIZES, "rope.freq_base_swa": "rope_local_base_freq"},
     ),
@@ -476,6 +487,14 @@ _ALL = (
             "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm",
             "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
         },
         keys={
             **{key: name for key, name in _SIZES.items() if key != "attention.key_length"},
@@ -483,8 +502,11 @@ _ALL = (
             "final_logit_softcapping": "final_logit_softcapping",
             "attention.shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
         },
-        builtin={"enable_moe_block": False},  # its experts were not tried
+        flags={**_BIAS, "enable_moe_block": ".router.proj.weight"},
         activations=_GELU,
         is_tied=True,
     ),

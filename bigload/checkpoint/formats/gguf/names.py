@@ -38,7 +38,8 @@ def renamed(family: Family, tensors: Iterable[TensorInfo]) -> Iterator[TensorInf
         before = f"{layers}.{layer}."
         module, _, leaf = stored.rpartition(".")
         part = module.removeprefix("ffn_").removesuffix("_exps")
-        name = None if is_gated and module in block else block.get(stored)  # T5 has another name where there is a gate
+        # T5 has another name where there is a gate
+        name = None if is_gated and leaf == "weight" and module in block else block.get(stored)
         if name is None and module in block and leaf in ("weight", "bias"):
             name = f"{block[module]}.{leaf}"
         is_stack = len(tensor.shape) == 3 and tensor.num_bytes and tensor.shape[0] <= MAX_EXPERTS
