@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SILENCE_SECONDS = 60
-"""How long a host may answer nothing before its connections are taken for lost: longer than a switch takes to restart
+"""Seconds without an answer after which a host's connections count as lost: longer than a switch takes to restart
 a link."""
 
 _PROBES = 6

@@ -26,10 +26,10 @@ LISTENER_THREAD_PREFIX = "bigload-process-group-"
 """Prefix of the names of threads that wait for other processes. None is left when a group is closed, or has failed."""
 
 _JOIN_TIMEOUT = timedelta(minutes=10)
-"""How long a process waits for the others to come. They are started together."""
+"""Seconds to wait for the other processes to arrive. They are started together."""
 
 _TRANSFER_TIMEOUT = timedelta(days=30)
-"""How long a process waits for others that have come, which may have terabytes to write."""
+"""Seconds to wait for processes that have arrived: they may have terabytes to write."""
 
 _NEVER_SENT = 1
 """A tag that no message has."""

@@ -24,7 +24,7 @@ _OUT_OF_MEMORY = (
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
     "DefaultCPUAllocator: can't allocate memory",
 )
-"""What torch's errors say that are no `torch.OutOfMemoryError`."""
+"""Texts of torch's out-of-memory errors that are no `torch.OutOfMemoryError`."""
 
 _KEPT_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),

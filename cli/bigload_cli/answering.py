@@ -157,7 +157,7 @@ class Answering:
 
     @property
     def stats(self) -> RunStats | None:
-        """What streaming did so far; `None` where nothing streams."""
+        """Statistics of streaming so far; `None` where nothing streams."""
         return stats_of(self.model)
 
     def _answer_all(self) -> None:

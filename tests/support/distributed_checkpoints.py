@@ -6,7 +6,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -64,6 +63,8 @@ def save(kind: str, folder: str) -> bool:
 
 def save_consolidated(kind: str, folder: str) -> bool:
     """Save the floating-point weights as torch's own safetensors: in parts below `sharded`, and put together."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter  # torch 2.6 has none
+
     made = sharded(kind, torch.distributed.get_world_size())
     state = {name: each for name, each in get_model_state_dict(made).items() if each.is_floating_point()}
     with warnings.catch_warnings(action="ignore"):

@@ -28,7 +28,7 @@ from bigload.distributed.liveness import (
 from bigload.errors import ProcessControlError, RankError
 
 _EXIT_SECONDS = 1.0
-"""How long after its connections are closed a process that was killed is surely gone."""
+"""Seconds after its connections are closed in which a killed process has surely ended."""
 
 
 class _Status(TypedDict):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bigload.distributed.process_control.first_block import FirstBlock
 
 _LINGER_SECONDS = 3.0
-"""How long a process that failed waits for the others to read that: when it ends, the store may end with it."""
+"""Seconds that a failed process waits for the others to read its error: the store may end with the process."""
 
 _TRACEBACK_LINES = 16
 

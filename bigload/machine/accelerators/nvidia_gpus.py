@@ -26,7 +26,7 @@ _QUERY = ("--query-gpu=index,uuid,memory.total,memory.free,mig.mode.current,name
 _NUM_FIELDS = 6
 
 _NO_DEVICES = "No devices were found"
-"""What it says, with an exit code or without, when the driver is fine and there is no GPU, or none for a container."""
+"""Output of the tool, with any exit code, for a working driver without a GPU, or without one for the container."""
 
 _FIGURE = re.compile(r"[0-9]{1,9}")
 _LEADING_NUMBER = re.compile(r"\s*\+?([0-9]{1,9})")

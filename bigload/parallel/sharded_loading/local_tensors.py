@@ -18,10 +18,10 @@ from bigload.machine.memory.huge_pages import allocate, use_huge_pages
 from bigload.units import KIB
 
 _MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What elements are taken for that only move, by their width in bytes: torch copies no packed types."""
+"""Dtypes in which elements are copied unchanged, by width in bytes: torch copies no packed types."""
 
 _STEP_ELEMENTS = 32 * KIB - 64
-"""What torch copies at a time: from 32768 elements on it calls threads of its own, which want the cores of ours."""
+"""Elements per copy: from 32768 on, torch starts threads of its own, which compete with ours for the cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

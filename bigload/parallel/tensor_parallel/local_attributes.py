@@ -25,7 +25,7 @@ from bigload.parallel.tensor_parallel.validation import ReferenceRun, misfit
 _MAX_TRIES = 60
 _HEADS = re.compile(r"heads?$")
 _WIDTHS = ("embed_dim", "split_size", "all_head_size", "inner_dim")
-"""What widths of all heads are called, beside other things that have nothing to do with heads."""
+"""Attribute names of the total width of all heads; other attributes have them as well."""
 
 _Changes = Mapping[str, int]
 

@@ -28,10 +28,10 @@ from bigload.parallel.workers.requests import Stop, WorkerFailure
 from bigload.parallel.workers.worker_process import WorkerProcess
 
 GRACE_SECONDS = 5.0
-"""How long others may take when one has failed, or to stop: they fail alike, or wait in a collective."""
+"""Seconds for the other workers to answer after one failed, or to stop: they fail alike, or wait in a collective."""
 
 LAG_SECONDS = 60.0
-"""How much longer than twice the time of the first to answer the others may take: they do the same work."""
+"""Seconds beyond twice the time of the first answer that the other workers may take: they do the same work."""
 
 _STOPPED = "they were asked to stop"
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()

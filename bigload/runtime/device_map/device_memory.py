@@ -33,7 +33,7 @@ MaxMemoryLike = Mapping[int, Size | str] | Mapping[str, Size | str] | Mapping[De
 
 _HOST_KEYS = ("mps", "cpu", "disk")
 _SHARE_OF_ONLY_DEVICE = 0.9
-"""What weights may take of a single accelerator whose limit nobody set: activations need the rest."""
+"""Share of a single accelerator without a given limit that weights may take: activations need the rest."""
 
 _logger = logging.getLogger(__name__)
 

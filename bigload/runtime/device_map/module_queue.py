@@ -17,7 +17,7 @@ from bigload.runtime.device_map.module_sizes import Size
 from bigload.runtime.modules.module_names import prefixes
 
 ModuleOrTensor = nn.Module | torch.Tensor | None
-"""What stands behind a name: `None` for the state that a module saves beside its tensors."""
+"""Module or tensor of a name; `None` for the state that a module saves beside its tensors."""
 
 NO_LAYER = -1
 

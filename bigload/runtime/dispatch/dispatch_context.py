@@ -25,7 +25,7 @@ from bigload.runtime.offload.offload_writer import StrPath
 from bigload.units import counted
 
 _ATTRIBUTES = ("forward", "_old_forward", "_hf_hook", "hf_device_map", *OWN_METHODS)
-"""What a dispatched module may have of its own."""
+"""Attributes that dispatching may add to a module."""
 
 
 @contextmanager

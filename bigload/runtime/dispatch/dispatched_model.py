@@ -1,4 +1,4 @@
-"""What a dispatched model shows: tied parameters that are one again, its device map, and hooks that stream."""
+"""Attributes of a dispatched model: parameters tied again, its device map, and hooks that stream."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from bigload.runtime.modules.module_tensors import set_module_tensor_to_device
 from bigload.units import MIB
 
 _BATCH_BYTES = 64 * MIB
-"""How much is loaded at once for tensors that have memory already."""
+"""Bytes loaded at once into tensors that have memory already."""
 
 _CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ CASTING_METHODS = ("half", "bfloat16", "float", "double", "type")
 """Methods of a dispatched model that refuse to cast it; so does `to`."""
 
 OWN_METHODS = (*MOVING_METHODS, *CASTING_METHODS, "_load_from_state_dict", "_call_impl", "bigload_stats")
-"""What a hooked module may have in place of its class's methods, besides `forward`. It goes with the hook."""
+"""Methods, besides `forward`, that a hooked module may replace. They are removed with the hook."""
 
 
 class ModelHook:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 _IDLE_SECONDS = 5.0
-"""How long the thread waits for more before it ends. The next block starts another one."""
+"""Seconds that the thread waits for another block before it ends. The next block starts a new thread."""
 
 
 class PrefetchThread:

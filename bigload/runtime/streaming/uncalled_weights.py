@@ -18,7 +18,7 @@ from torch import nn
 _OF_FORM = frozenset(
     {"device", "dim", "dtype", "is_cuda", "is_meta", "ndim", "numel", "requires_grad", "shape", "size"}
 )
-"""What a tensor on the meta device tells as well."""
+"""Properties that a tensor on the meta device has as well."""
 
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 

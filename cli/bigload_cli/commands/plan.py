@@ -56,14 +56,14 @@ class Emit(StrEnum):
 
 
 class FailIf(StrEnum):
-    """What `--fail-if` can object to."""
+    """Conditions of `--fail-if`."""
 
     DISK = "disk"
     OFFLOAD = "offload"
 
 
 class Offload(StrEnum):
-    """What `--offload` has on the card at a time, in the words of diffusers' `enable_*_offload`."""
+    """Values of `--offload`: the part on the card at a time, as in diffusers' `enable_*_offload`."""
 
     MODEL = "model"
     SEQUENTIAL = "sequential"

@@ -59,14 +59,14 @@ _RANDOM_ANSWER = 32
 
 
 class _Expected(TypedDict, total=False):
-    """What a report has about times that were predicted."""
+    """Fields of a report about predicted times."""
 
     prediction: Prediction
     cached_fraction: float | None
 
 
 class _Mode(StrEnum):
-    """Where prompts come from."""
+    """Source of the prompts."""
 
     PROMPT = "-p"
     CHAT = "--chat"

@@ -20,8 +20,8 @@ from bigload.loading.tensors.views import torch_dtype, torch_shape
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
-    torch.float4_e2m1fn_x2,
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    *(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)),  # not 2.6
 ]
 
 

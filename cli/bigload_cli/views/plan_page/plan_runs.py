@@ -23,7 +23,7 @@ _MOST_STRETCHES = 20
 
 
 class Kind(StrEnum):
-    """What a module is for, as far as its name tells."""
+    """Purpose of a module, as far as its name tells."""
 
     EMBEDDING = "embeddings"
     BLOCK = "blocks"
@@ -67,7 +67,7 @@ class UnitPiece:
 
     @property
     def name(self) -> str:
-        """What figures and tables call it."""
+        """Name in figures and tables."""
         return family_name(self.family, [] if self.number is None else [self.number])
 
 
