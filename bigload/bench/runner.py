@@ -5,7 +5,6 @@ Contenders run in rotating order, so that a drift of the machine affects all ali
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import TypeVar
 from bigload.bench.fresh_memory import renew
 from bigload.bench.page_cache_state import CacheState, LeftInCache, prepare
 from bigload.machine.files.page_cache import cached_fraction
-from bigload.machine.memory.process_memory import MemorySampler, ResidentMemory, peak_bytes, reset_peak
+from bigload.machine.memory.process_memory import MemorySampler, ResidentMemory, peak_bytes, reset_peak, trim_heap
 
 Item = TypeVar("Item")
 
@@ -120,8 +119,8 @@ def run_rounds(
 ) -> Outcome:
     """Time `runs` rounds of all `contenders`.
 
-    Before each turn the page cache of `files` is brought into the state `cache`, and `renewed_bytes` of free memory
-    are touched (`fresh_memory`): about as much as a run takes.
+    Before each turn the allocator gives back what it keeps, the page cache of `files` is brought into the state
+    `cache`, and `renewed_bytes` of free memory are touched (`fresh_memory`): about as much as a run takes.
     """
     notes = {contender.name: _Notes() for contender in contenders}
     failures: dict[str, BaseException] = {}
@@ -131,7 +130,7 @@ def run_rounds(
             if contender.name in failures:
                 continue
             on_run(f"{contender.name}: run {number + 1} of {runs}")
-            gc.collect()
+            trim_heap(collect_garbage=True)  # else the allocator may hold all that a load needs, of one before
             try:
                 with contender.turn() as run:
                     for stayed in prepare(files, cache):

@@ -7,7 +7,6 @@ import torch
 import bigload
 from bench_reports import report_of, strategy
 from bigload.bench import bench_load as bench_module
-from bigload.bench import runner
 from bigload.bench.bench_load import bench_load
 from bigload.bench.cases import LoadCase
 from bigload.bench.loaded_memory import MemoryKind
@@ -22,11 +21,6 @@ from bigload.machine.threads.activities import Phase
 from builders import make_checkpoint, stored_tensors, write_shard
 
 QUICK = {"raw": False, "trace": False, "sizes": False}
-
-
-@pytest.fixture(autouse=True)
-def _quick_collector(monkeypatch):
-    monkeypatch.setattr(runner.gc, "collect", lambda: None)  # 0.1 s each, in a process that has imported torch
 
 
 @pytest.fixture

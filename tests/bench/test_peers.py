@@ -3,19 +3,13 @@ import sys
 
 import pytest
 
-from bigload.bench import peers, runner
+from bigload.bench import peers
 from bigload.bench.bench_load import bench_load
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.peers import CannotLoadError, Peer
 from bigload.checkpoint.source import open_checkpoint
 from bigload.loading.load import load
 from builders import make_checkpoint
-
-
-@pytest.fixture(autouse=True)
-def _quick_collector(monkeypatch):
-    monkeypatch.setattr(runner.gc, "collect", lambda: None)  # 0.1 s each, in a process that has imported torch
-
 
 QUICK = {"threads": (1,), "runs": 1, "raw": False, "trace": False, "sizes": False, "peers": True}
 

@@ -8,11 +8,6 @@ from bigload.bench.runner import Contender, run_rounds
 from builders import no_thread_left
 
 
-@pytest.fixture(autouse=True)
-def _quick_collector(monkeypatch):
-    monkeypatch.setattr(runner.gc, "collect", lambda: None)  # 0.1 s each, in a process that has imported torch
-
-
 class Clock:
     """Every run takes the next of `seconds`: two looks at the clock are one run."""
 

@@ -68,7 +68,7 @@ def _read_mounts(mounts: Path) -> Iterator[_Mount]:
 
 def _plain(text: str) -> str:
     """Undo the kernel's writing of blanks and backslashes as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text) if "\\" in text else text
 
 
 def _is_below(path: str, folder: str) -> bool:
