@@ -353,8 +353,11 @@ class UnknownTensorError(LoadError, KeyError):
 class ReadError(LoadError, OSError):
     """A read from a checkpoint file failed, or the file ended before the tensor did."""
 
-    def __init__(self, path: Path | str, reason: str, *, details: Sequence[str] = (), hint: str | None = None) -> None:
-        super().__init__(f"cannot read {path}: {reason}", details=details, hint=hint)
+    def __init__(
+        self, path: Path | str, reason: str | OSError, *, details: Sequence[str] = (), hint: str | None = None
+    ) -> None:
+        text = (reason.strerror or str(reason)) if isinstance(reason, OSError) else reason
+        super().__init__(f"cannot read {path}: {text}", details=details, hint=hint)
         self.path = path
 
 

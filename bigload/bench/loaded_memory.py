@@ -41,13 +41,13 @@ def finish(tensors: Iterable[torch.Tensor], memory: MemoryKind) -> None:
         torch.accelerator.synchronize()
 
 
-def touch(tensors: Iterable[torch.Tensor], *, threads: int | None = None) -> int:
+def touch(tensors: Iterable[torch.Tensor]) -> int:
     """Read one byte of every page that holds a part of `tensors`, on a few threads; return how many were read.
 
     All contenders are touched alike, so that maps of bigload and of others can be compared.
     """
     pieces = list(_pieces(tensors))
-    run_jobs(_read, pieces, threads=threads or default_threads())
+    run_jobs(_read, pieces, threads=default_threads())
     return sum(piece.numel() for piece in pieces)
 
 

@@ -74,23 +74,23 @@ def _read_through(path: Path) -> None:
             pass
 
 
-def _why(path: Path, proc: Path = _PROC) -> str:
+def _why(path: Path) -> str:
     if cached_bytes(path) is None:
         return "the kernel tells only those who own a file, or may write to it, what of it is cached"
     found = file_system_of(path)
     if found is not None and found.kind in _MEMORY_FILE_SYSTEMS:
         return f"{found.kind} has no disk to read from again"
-    if holders := _who_maps(path, proc):
+    if holders := _who_maps(path):
         return f"mapped by {holders}"
     return "the kernel does not say why: another process may be reading it, or it is locked in memory"
 
 
-def _who_maps(path: Path, proc: Path) -> str:
+def _who_maps(path: Path) -> str:
     """Return the processes whose maps show the inode of `path`, as far as this one may look."""
     found = path.stat()
     inode = f" {found.st_ino} "
     holders = []
-    for process in sorted((entry for entry in proc.iterdir() if entry.name.isdecimal()), key=lambda e: int(e.name)):
+    for process in sorted((entry for entry in _PROC.iterdir() if entry.name.isdecimal()), key=lambda e: int(e.name)):
         if any(inode in line and str(path.name) in line for line in _lines(process / "maps")):
             name = next(iter(_lines(process / "comm")), "?")
             holders.append("this process itself" if int(process.name) == os.getpid() else f"{name} ({process.name})")

@@ -108,7 +108,7 @@ class OpenFile:
             self.descriptor = os.open(path, READING_AT_ONCE | flags)
         except OSError as error:
             hint = "close other files, or allow more (ulimit -n)" if error.errno == errno.EMFILE else None
-            raise ReadError(path, error.strerror or str(error), hint=hint) from error
+            raise ReadError(path, error, hint=hint) from error
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             self.close()
             raise ReadError(path, "not a regular file")
@@ -293,7 +293,7 @@ def _file_identity(path: Path) -> SourceIdentity:
     try:
         status = path.stat()
     except OSError as error:
-        raise ReadError(path, error.strerror or str(error)) from error
+        raise ReadError(path, error) from error
     return SourceIdentity(
         num_bytes=status.st_size,
         version=(status.st_mtime_ns,),

@@ -68,7 +68,7 @@ class SideFile:
         except OSError as error:
             if isinstance(error, ReadError):
                 raise
-            raise ReadError(self.path, error.strerror or str(error)) from error
+            raise ReadError(self.path, error) from error
 
     def _remote_content(self) -> Iterator[bytes]:
         with closing(scheme_of(self.path).open(self.path, NO_RECORDER)) as source:

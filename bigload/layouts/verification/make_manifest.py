@@ -194,7 +194,7 @@ class _FileToDigest:
         except OSError as error:
             if isinstance(error, ReadError):
                 raise
-            raise ReadError(self._place, error.strerror or str(error)) from error
+            raise ReadError(self._place, error) from error
         self._whole = self._digest.finish()
 
     def record(self) -> FileRecord:

@@ -48,6 +48,6 @@ def check_file(path: Path, record: FileRecord) -> None:
                 digest.update(piece)
                 num_bytes += len(piece)
     except OSError as error:
-        raise ReadError(path, error.strerror or str(error)) from error
+        raise ReadError(path, error) from error
     if (num_bytes, digest.hexdigest()) != (record.num_bytes, record.digest):
         raise DamagedOutputError.while_writing(path)

@@ -103,7 +103,7 @@ class MappedFile(OpenFile):
         try:
             size = (self.path.stat() if self.descriptor < 0 else os.fstat(self.descriptor)).st_size
         except OSError as error:
-            raise ReadError(self.path, error.strerror or str(error)) from error
+            raise ReadError(self.path, error) from error
         if size < stop:
             raise ended_early(self.path, size, missing=stop - size)
 

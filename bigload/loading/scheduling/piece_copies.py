@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 
 from bigload.checkpoint.model import AssembledTensor, Piece
+from bigload.conversion.strided_pieces import row_strides
 from bigload.planning.tensor_parallel.division import Range
 
 ShardSpec = tuple[tuple[Range, ...], ...]
@@ -60,7 +60,7 @@ class StridedCopy:
 def strided_copies(tensor: AssembledTensor, spec: ShardSpec | None = None) -> Iterator[StridedCopy]:
     """Yield the copies that bring the elements in `spec` of `tensor`, or all, into a contiguous tensor."""
     spec = whole_spec(tensor.shape) if spec is None else spec
-    target_strides = _row_strides(spec_shape(spec))
+    target_strides = row_strides(spec_shape(spec))
     for box in product(*(_with_positions(ranges) for ranges in spec)):
         for piece in tensor.pieces:
             yield from _intersection(piece, box, target_strides, tensor.dtype.alignment)
@@ -81,7 +81,7 @@ def _intersection(
 ) -> Iterator[StridedCopy]:
     """Yield the copies of what `piece` has of `box`; an element takes `width` bytes."""
     shape = piece.tensor.shape
-    strides = piece.tensor.strides or _row_strides(shape)
+    strides = piece.tensor.strides or row_strides(shape)
     source = target = 0
     dims = []
     for (start, stop, position), first, size, stride, target_stride in zip(
@@ -129,7 +129,3 @@ def _as_runs(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]
     if len(merged) == 1:
         merged.append((1, merged[0][0], merged[0][0]))
     return merged
-
-
-def _row_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -86,7 +86,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         with memory_errors(str(path)):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise ReadError(path, error.strerror or str(error)) from error
+        raise ReadError(path, error) from error
     except MemoryError:
         raise
     except Exception as error:  # torch lets whatever a broken pickle causes through: KeyError, AttributeError, ...

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from bigload.errors import OptionError
 from bigload.loading.scheduling.piece_copies import ShardSpec, whole_spec
-from bigload.planning.tensor_parallel.division import Division, Range
+from bigload.planning.tensor_parallel.division import Division, Range, chunks, merged
 
 
 def check_divisions(divisions: Mapping[str, Division], rank: int) -> None:
@@ -78,16 +78,9 @@ def _cut(ranges: tuple[Range, ...], factor: int, size: int, index: int) -> tuple
     """Return, of each of `factor` pieces of `ranges`, piece `index` of `size`."""
     total = sum(stop - start for start, stop in ranges)
     taken: list[Range] = []
-    for number in range(factor):
-        begin, end = _chunk(total, factor, number)
-        start, stop = _chunk(end - begin, size, index)
-        taken += _between(ranges, begin + start, begin + stop)
-    return _merged(taken)
-
-
-def _chunk(total: int, count: int, index: int) -> Range:
-    step = -(-total // count)
-    return min(index * step, total), min((index + 1) * step, total)
+    for ((begin, end),) in chunks(total, factor):
+        taken += _between(ranges, *chunks(end - begin, size, begin)[index][0])
+    return merged(taken)
 
 
 def _between(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:
@@ -100,13 +93,3 @@ def _between(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:
             found.append((start + low, start + high))
         position += stop - start
     return found
-
-
-def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    merged: list[Range] = []
-    for start, stop in ranges:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -55,3 +56,14 @@ def chunks(size: int, num_ranks: int, first: int = 0) -> RankRanges:
     step = -(-size // num_ranks)
     edges = [first + min(rank * step, size) for rank in range(num_ranks + 1)]
     return tuple((edge,) for edge in pairwise(edges))
+
+
+def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return `ranges` without empty ones, neighbours as one."""
+    found: list[Range] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif stop > start:
+            found.append((start, stop))
+    return tuple(found)

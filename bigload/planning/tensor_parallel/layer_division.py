@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from bigload.planning.tensor_parallel.division import Division, Range, RankRanges, chunks
+from bigload.planning.tensor_parallel.division import Division, Range, RankRanges, chunks, merged
 from bigload.planning.tensor_parallel.families import num_kv_heads
 from bigload.planning.tensor_parallel.rule_styles import Packing, Side
 from bigload.planning.tensor_parallel.ruled_layers import LINEAR_TENSORS, SCALARS, RuledLayer
@@ -274,11 +274,5 @@ def _side_by_side(*cuts: Sequence[tuple[Range, ...]]) -> RankRanges:
 
 
 def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Return `ranges` without empty ones, neighbours as one; one that is empty if all are."""
-    merged: list[Range] = []
-    for start, stop in ranges:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        elif stop > start:
-            merged.append((start, stop))
-    return tuple(merged) or (ranges[0],)
+    """Return `ranges` merged, or an empty one if all are."""
+    return merged(ranges) or (ranges[0],)

@@ -267,7 +267,7 @@ class MappedFiles:
         try:
             status = path.stat()
         except OSError as error:
-            raise ReadError(path, error.strerror or str(error)) from error
+            raise ReadError(path, error) from error
         now = (status.st_ino, status.st_size, status.st_mtime_ns)
         if expected is not None and now != expected:
             raise changed(path)
