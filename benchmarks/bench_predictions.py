@@ -1,6 +1,6 @@
 """Compare predicted times of plans with those that are seen on this machine.
 
-    python benchmarks/bench_predictions.py --profile box.json [--only moe] [--case disk] [--folder DIR] [--out FILE]
+    python benchmarks/bench_predictions.py [--profile box.json] [--only moe] [--case disk] [--folder DIR] [--out FILE]
     python benchmarks/bench_predictions.py --table round1.json round2.json round3.json
 
 Five models of about 1 GiB are made, and each runs under four plans, each in a process of its own: `resident` in RAM;
@@ -8,7 +8,8 @@ Five models of about 1 GiB are made, and each runs under four plans, each in a p
 all; `quarter` with a quarter of the weights in RAM, and such a limit for the others. Shown are seconds to load cold
 files into memory that was touched before, and of a token after the first ones, predicted beside seen, and their ratio.
 The profile is that of `bigload measure -o`; without one the machine is measured right before each model, with a file
-and matrices that are not those of the models.
+and matrices that are not those of the models. A model takes a minute and a half; cases that are in FILE already are not
+run again, so a run that was cut off goes on where it was.
 
 The rates of a virtual machine change by what its neighbours do, by a factor of two within minutes where this was
 written.
@@ -26,11 +27,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
 
@@ -48,8 +50,8 @@ from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.options import PlanOptions
 from bigload.planning.plan_file import write_plan
 from bigload.planning.planner import PlanDetails, plan_details
-from bigload.planning.timing.predict import predict
-from bigload.runtime.dispatch.load_and_dispatch import load_and_dispatch
+from bigload.planning.timing.predict import matching_seconds, predict
+from bigload.runtime.dispatch import load_and_dispatch as loading
 from bigload.units import GIB, MIB
 from make import load_recipe, make
 from memory_group import run_within
@@ -81,6 +83,8 @@ class Row:
     bound_by: str
     load_predicted: float
     load_seen: float
+    matching_predicted: float
+    reading_seen: float
     token_predicted: float
     token_seen: float
     first_predicted: float
@@ -181,6 +185,21 @@ def planned(model: Path, case: str) -> tuple[PlanDetails, int | None]:
     return found, None if case == "pages" else PROCESS_BYTES + held
 
 
+class _Timed:
+    """A function that adds up its seconds."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.seconds = 0.0
+
+    def __call__(self, *arguments: object, **given: object) -> object:
+        began = time.perf_counter()
+        try:
+            return self._function(*arguments, **given)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
 def run_here(model: Path, plan_file: Path) -> dict[str, Any]:
     """Carry a plan out in this process, from cold files; return what was seen."""
     ready = PlannedModel.open(model, plan_file, asked_by="this bench", keeps_cache=True)
@@ -191,8 +210,10 @@ def run_here(model: Path, plan_file: Path) -> dict[str, Any]:
     for file in model.glob("*.safetensors"):
         drop_cached_pages(file, [(0, file.stat().st_size)])
     ram = available_memory()
+    timed = _Timed(loading.load_matched)
     began = time.perf_counter()
-    module: Any = load_and_dispatch(empty, ready.plan)
+    with mock.patch.object(loading, "load_matched", timed):
+        module: Any = loading.load_and_dispatch(empty, ready.plan)
     load = time.perf_counter() - began
     generator = torch.Generator().manual_seed(0)
     seconds: list[float] = []
@@ -212,7 +233,13 @@ def run_here(model: Path, plan_file: Path) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
             given["past_key_values"] = out.past_key_values
     later = seconds[1 + NUM_DROPPED :]
-    return {"ram_bytes": ram, "load": load, "first": seconds[0], "token": statistics.median(later)}
+    return {
+        "ram_bytes": ram,
+        "load": load,
+        "reading": timed.seconds,
+        "first": seconds[0],
+        "token": statistics.median(later),
+    }
 
 
 def compared(model: Path, case: str, profile: MachineProfile) -> Row:
@@ -236,12 +263,19 @@ def compared(model: Path, case: str, profile: MachineProfile) -> Row:
         bound_by=found.bound_by,
         load_predicted=touched.load_seconds,
         load_seen=seen["load"],
+        matching_predicted=matching_seconds(profile, details.structure),
+        reading_seen=seen["reading"],
         token_predicted=found.token_seconds,
         token_seen=seen["token"],
         first_predicted=found.first_token_seconds,
         first_seen=seen["first"],
         is_disturbed=is_disturbed,
     )
+
+
+def rows_of(file: Path) -> list[Row]:
+    """Return the rows that `--out` wrote."""
+    return [Row(**row) for row in json.loads(file.read_text())["rows"]]
 
 
 def medians(rounds: list[list[Row]]) -> list[Row]:
@@ -259,15 +293,16 @@ def medians(rounds: list[list[Row]]) -> list[Row]:
 
 def lines_of(rows: list[Row]) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
-    yield "| model | case | token predicted | seen | ratio | load predicted | seen | ratio | first predicted | seen |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    columns = "token predicted | seen | ratio | load predicted | seen | ratio | of it names | first predicted | seen"
+    yield f"| model | case | {columns} |\n{'|---' * 11}|"
     for row in rows:
         token = f"{row.token_predicted:.3f} | {row.token_seen:.3f} | {row.token_predicted / row.token_seen:.2f}"
         load = f"{row.load_predicted:.2f} | {row.load_seen:.2f} | {row.load_predicted / row.load_seen:.2f}"
+        names = f"{row.matching_predicted:.2f}, {row.load_seen - row.reading_seen:.2f}"
         first = f"{row.first_predicted:.2f} | {row.first_seen:.2f}"
         model = f"{row.model}, {row.num_bytes / GIB:.2f} GiB"
         case = f"{row.case}, {row.bound_by}" + ", disturbed" * row.is_disturbed
-        yield f"| {model} | {case} | {token} | {load} | {first} |"
+        yield f"| {model} | {case} | {token} | {load} | {names} | {first} |"
     near = " and ".join(f"{num_near(rows, what)}" for what in WHAT)
     yield f"\nOf {len(rows)} times of a token and as many to load, {near} are within 15 %. Seconds."
 
@@ -294,7 +329,7 @@ def main() -> int:
         print(json.dumps(run_here(*asked.child)))
         return 0
     if asked.table:
-        return shown(medians([[Row(**row) for row in json.loads(file.read_text())["rows"]] for file in asked.table]))
+        return shown(medians(list(map(rows_of, asked.table))))
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -304,10 +339,15 @@ def main() -> int:
             return 0
         given = read_profile(asked.profile) if asked.profile else None
         cases = [case for case in CASES if asked.case in (None, case)]
-        rows: list[Row] = []
+        rows = rows_of(asked.out) if asked.out is not None and asked.out.exists() else []
+        done = {(row.model, row.case) for row in rows}
         for model in models:
-            profile = given or measure_machine(probe, effort=SHORT).profile
-            for case in cases:
+            left = [case for case in cases if (model.name, case) not in done]
+            profile = given if given or not left else measure_machine(probe, effort=SHORT).profile
+            if profile is not None and asked.out is not None:
+                asked.out.with_suffix(f".{model.name}.profile.json").write_text(profile.to_json())
+            for case in left:
+                assert profile is not None
                 rows.append(compared(model, case, profile))
                 if asked.out is not None:
                     asked.out.write_text(json.dumps({"rows": list(map(asdict, rows))}, indent=1))

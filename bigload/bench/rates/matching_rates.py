@@ -6,6 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,24 +25,25 @@ _FEW_EXPERTS, _MANY_EXPERTS = 4, 68
 _WIDTH = 16
 _REPEATS = 5
 
-_first: float | None = None
-"""Seconds of the first model of this process, which no later one takes."""
-
 
 def matching_seconds() -> dict[str, float]:
-    """Return the figures of `MachineProfile` that are about loads of models without bytes, by their names there.
-
-    Where a model of transformers has been loaded in this process before, that of the first one is too small.
-    """
-    global _first  # noqa: PLW0603 - transformers does it once in a process, too
+    """Return the figures of `MachineProfile` that are about loads of models without bytes, by their names there."""
     with TemporaryDirectory(prefix="bigload-measure-") as folder:
         file = Path(folder, "model.safetensors")
-        few, few_tensors = _seconds(file, layers=_FEW_LAYERS)
-        _first = few if _first is None else _first
+        _, few_tensors = _seconds(file, layers=_FEW_LAYERS)  # imports what loads import
         each = _seconds_each(file, {"layers": _FEW_LAYERS}, {"layers": _MANY_LAYERS})
         of_expert = _seconds_each(file, {"experts": _FEW_EXPERTS}, {"experts": _MANY_EXPERTS})
-    first = max(_first - few_tensors * each, 0.0)
+        first = statistics.median(_first_seconds(file) for _ in range(_REPEATS))
+    first = max(first - few_tensors * each, 0.0)
     return {"matching_seconds": first, "tensor_seconds": each, "expert_tensor_seconds": of_expert}
+
+
+def _first_seconds(file: Path) -> float:
+    """Return the seconds of a load in a process that has not asked transformers for its rules, nor compiled them."""
+    rules: Any = import_module("transformers.conversion_mapping")
+    rules._checkpoint_conversion_mapping_cache = None
+    re.purge()
+    return _seconds(file, layers=_FEW_LAYERS)[0]
 
 
 def _seconds_each(file: Path, few: dict[str, int], many: dict[str, int]) -> float:

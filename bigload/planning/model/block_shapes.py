@@ -181,7 +181,7 @@ def _attention(node: ModuleNode, path: str) -> AttentionShapes | None:
         total = out_features(fused)
         width = total - query if total and query and total > query else None
     return AttentionShapes(
-        is_cross="cross" in path or "encdec" in path or "encoder_attn" in path,
+        is_cross=_is_cross(path),
         is_latent=latent is not None,
         query_width=query,
         output_width=in_features(output),
@@ -193,6 +193,16 @@ def _attention(node: ModuleNode, path: str) -> AttentionShapes | None:
         is_fused=made_by is fused,
         dtype=None if (weight := _weight(made_by)) is None else weight.dtype,
     )
+
+
+def _is_cross(path: str) -> bool:
+    return "cross" in path or "encdec" in path or "encoder_attn" in path
+
+
+def is_made_once(name: str) -> bool:
+    """Return whether a weight makes keys or values of an encoder's output, which are cached for all tokens."""
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return _is_cross(name.lower()) and module in (*_KEYS, *_VALUES)
 
 
 def _key_value_width(key: ModuleNode | None, value: ModuleNode | None, pair: ModuleNode | None) -> int | None:

@@ -234,7 +234,7 @@ class _Rates:
         return Work(
             name=block.name,
             device=str(block.runs_on),
-            seconds=sum(self._dense(visit, tokens, length).values()),
+            seconds=sum(self._dense(visit, tokens, length, is_first=stays.is_first).values()),
             routed_seconds=sum(self._routed(block, tokens).values()),
             fetch=self._fetch(block, block.dense_bytes, source, stays, in_place=stays.is_in_place) if fetched else (),
             fetch_bytes=block.dense_bytes if fetched else 0,
@@ -253,21 +253,23 @@ class _Rates:
                 found[lanes[lane]] += seconds
         return found
 
-    def _dense(self, visit: Visit, tokens: int, length: int) -> dict[Bound, float]:
-        """Return the seconds of what every token needs, by what they wait for."""
+    def _dense(self, visit: Visit, tokens: int, length: int, *, is_first: bool = False) -> dict[Bound, float]:
+        """Return the seconds of what every token needs, or the first one, by what they wait for."""
         if visit.is_lookup:
             return {}
         block = self._schedule.blocks[visit.block]
         device = self._device(block)
         rows = self._batch * (1 if visit.is_head else tokens)
-        flops = 2.0 * rows * block.dense_bytes * self._elements_per_byte
+        num_bytes = block.dense_bytes - (0 if is_first else block.once_bytes)
+        num_matrices = block.num_matrices - (0 if is_first else block.num_once_matrices)
+        flops = 2.0 * rows * num_bytes * self._elements_per_byte
         if block.num_layers:  # queries by keys and scores by values; of a prompt, half of them are behind the mask
             keys = tokens / 2 if tokens > 1 else length
             flops += 4.0 * rows * keys * self._schedule.attention_width
         context = self._plan.options.workload.context
         cached = block.cache_bytes * length / context if context else 0.0
-        seconds = self._seconds(device, block.dense_bytes + cached, flops)
-        launched = device.launch_seconds * block.num_matrices / LAUNCHED_MATRICES
+        seconds = self._seconds(device, num_bytes + cached, flops)
+        launched = device.launch_seconds * num_matrices / LAUNCHED_MATRICES
         return {**seconds, "compute": seconds.get("compute", 0.0) + launched}
 
     def _routed(self, block: TimedBlock, tokens: int) -> dict[Bound, float]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from bigload.devices import CPU, Device
 from bigload.dtypes import DTYPES, DType
 from bigload.planning.model import families
+from bigload.planning.model.block_shapes import is_made_once
 from bigload.planning.model.experts import RoutedExperts, dense_parts
 from bigload.planning.model.kv_cache import is_of_main_encoder
 from bigload.planning.model.module_tree import ModuleNode, key_above
@@ -30,7 +31,7 @@ class TimedBlock(NamedTuple):
         name: Of its largest part.
         home: Where its weights live.
         runs_on: Where it computes.
-        dense_bytes: Weights that every token needs.
+        dense_bytes: Weights beside routed experts.
         routed_bytes: Of routed experts.
         routed_home: Where they live.
         expert_bytes: Of one of them.
@@ -38,7 +39,9 @@ class TimedBlock(NamedTuple):
         are_separate: Whether each expert is stored by itself, and copied together by who loads it.
         cache_bytes: KV cache of the whole context, of all sequences.
         num_layers: Transformer blocks in it.
+        once_bytes: Of those, keys and values of an encoder's output: the first token needs them, no further one.
         num_matrices: Modules with a matrix, beside routed experts: each has small operations around its product.
+        num_once_matrices: Of those, the ones in `once_bytes`.
         num_routed_matrices: Of all routed experts; 0 if their number is unknown.
         is_encoder: Whether it runs once for a prompt, and for no token that follows.
     """
@@ -54,7 +57,9 @@ class TimedBlock(NamedTuple):
     are_separate: bool = False
     cache_bytes: int = 0
     num_layers: int = 0
+    once_bytes: int = 0
     num_matrices: int = 0
+    num_once_matrices: int = 0
     num_routed_matrices: int = 0
     is_encoder: bool = False
 
@@ -183,6 +188,8 @@ def _block(unit: Unit, plan: Plan, structure: ModelStructure, *, has_decoder: bo
     name = unit.name
     path = name.split(".")
     layers = sum(part.kind is UnitKind.BLOCK for part in unit.parts)
+    tensors = [tensor for part in unit.parts if has_decoder for tensor in _node(structure, part.name).all_tensors()]
+    once = [tensor for tensor in tensors if is_made_once(tensor.name) and len(tensor.shape) > 1]
     block = TimedBlock(
         name=name,
         home=home,
@@ -190,7 +197,9 @@ def _block(unit: Unit, plan: Plan, structure: ModelStructure, *, has_decoder: bo
         dense_bytes=unit.num_bytes + unit.held_bytes,
         cache_bytes=unit.cache_bytes,
         num_layers=layers,
+        once_bytes=sum(tensor.num_bytes for tensor in once),
         num_matrices=_num_matrices(unit, structure),
+        num_once_matrices=len(once),
         is_encoder=has_decoder and "encoder" in path and "decoder" not in path and is_of_main_encoder(name),
     )
     found = [structure.experts[part.name][1] for part in unit.parts if part.name in structure.experts]

@@ -106,6 +106,18 @@ def test_an_encoder_runs_for_the_prompt_only():
     assert found.token_seconds == pytest.approx(2 * 200 / 1000 + 2 / 7 * 0.01)
 
 
+@pytest.mark.parametrize(
+    ("cross", "is_needed"), [("EncDecAttention.k", 0), ("EncDecAttention.q", 1), ("Attention.k", 1)]
+)
+def test_keys_and_values_of_an_encoder_s_output_are_made_for_the_first_token_only(cross, is_needed):
+    names = ["encoder.block.0.layer.0.w", "decoder.block.0.layer.0.w", f"decoder.block.0.layer.1.{cross}.weight"]
+    tensors = {name: ("BF16", [10, 10]) for name in names}
+    found = predicted({"cpu": 10_000}, tensors=tensors, config={"is_encoder_decoder": True, "model_type": "t5"})
+    one = 200 / 1000 + 1 / 7 * 0.01
+    assert found.first_token_seconds == pytest.approx(3 * one, rel=0.2)  # the encoder reads a prompt
+    assert found.token_seconds == pytest.approx((1 + is_needed) * one)
+
+
 def test_tensors_of_single_experts_have_a_figure_of_their_own():
     tensors = {f"layers.0.mlp.experts.{number}.w": ("BF16", [10, 10]) for number in range(8)}
     details = details_of({"cpu": 10**6}, tensors=tensors | {"layers.0.mlp.gate.weight": ("BF16", [8, 10])}, config={})
