@@ -13,9 +13,8 @@ from pathlib import Path
 
 from bigload.conversion.conversion import Conversion
 from bigload.conversion.conversion_file import conversion_from_values, conversion_to_values
-from bigload.documents import MAX_CONFIG_BYTES, DocumentError, parse_json, read_file, write_whole
-from bigload.errors import BigloadError
-from bigload.machine.files.cache_folder import cache_folder
+from bigload.documents import MAX_CONFIG_BYTES, DocumentError, parse_json, read_file
+from bigload.machine.files.cache_folder import cache_folder, keep_file
 
 LEAST_TENSORS = 2000
 """Conversions of fewer tensors are derived in a few tenths of a second, and are not kept."""
@@ -46,10 +45,10 @@ def read_cached(key: str) -> Conversion | None:
 
 def keep(key: str, conversion: Conversion) -> None:
     """Write `conversion` to disk as `key`, and remove the oldest of many."""
-    found = conversion_to_values(conversion)
-    with suppress(OSError, BigloadError):
-        folder().mkdir(parents=True, exist_ok=True)
-        write_whole(folder() / f"{key}.json", json.dumps(found, separators=(",", ":")))
+    content = json.dumps(conversion_to_values(conversion), separators=(",", ":"))
+    if not keep_file(folder() / f"{key}.json", content.encode()):
+        return
+    with suppress(OSError):
         kept = sorted(folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
         for path in kept[:-_MOST_FILES]:
             path.unlink()

@@ -6,6 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from bigload.documents import staged_file
+
 
 def cache_folder() -> Path:
     """Return the folder of what bigload keeps, `$XDG_CACHE_HOME/bigload`; it can be deleted at any time."""
@@ -18,13 +20,9 @@ def keep_file(path: Path, content: bytes) -> bool:
 
     A full disk or a folder that is read-only is no error.
     """
-    staged = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
+        with staged_file(path) as staged:
             staged.write_bytes(content)
-            staged.replace(path)
-        finally:
-            staged.unlink(missing_ok=True)
         return True
     return False
