@@ -99,7 +99,7 @@ def test_a_fetch_that_is_killed_goes_on_with_what_is_complete(server, model, tmp
 
     server.before_piece = before_piece
     choose = random.Random(7)
-    while died < 2:
+    while not died:
         left = choose.randrange(4, sum(map(len, weights(model).values())) // PIECE_BYTES + 12)
         process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.DEVNULL)
         if process.wait() == 0:

@@ -112,22 +112,6 @@ def test_without_being_told_nothing_is_gone_on_with_nor_thrown_away(tiny):
     check_complete(tiny / "out", tiny / "source")
 
 
-@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_ctrl_c_keeps_what_is_finished(large, tmp_path, threads):
-    out = tmp_path / "out"
-    with run_reshard(large / "plan.json", out, threads) as process:
-        for _, line in zip(range(30), process.stdout, strict=False):
-            assert line.startswith("write")
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate()
-    assert process.returncode == -signal.SIGINT
-    assert "KeyboardInterrupt" in errors
-    assert entries(tmp_path) == ["out.partial"]
-    report = reshard(large / "plan.json", out, resume=True)
-    assert report.kept_bytes > 20 << 20
-    check_complete(out, large / "source")
-
-
 def test_of_two_processes_at_once_one_is_refused_and_the_other_succeeds(tiny):
     with run_reshard(tiny / "plan.json", tiny / "out", answers=TALKING) as first:
         assert first.stdout.readline().startswith("write")
