@@ -1,6 +1,7 @@
 """`pip install bigload` alone does everything but move tensors into memory, and names the extra for that.
 
-BIGLOAD_BASE names an environment made by pip from the wheel, as .ci/run does; without it, one is made of links.
+BIGLOAD_BASE names an environment made by pip from the wheel, as .ci/run does; without it, one is made of links, in the
+slow run.
 """
 
 import json
@@ -18,6 +19,7 @@ from builders import make_cached_repository, make_checkpoint, make_mixtral, stor
 from hub_server import HubServer
 from make import load_recipe, make
 
+pytestmark = [] if "BIGLOAD_BASE" in os.environ else [pytest.mark.slow]
 HEAVY = ["torch", "numpy", "transformers", "tokenizers", "matplotlib", "pydantic"]
 
 
