@@ -417,12 +417,9 @@ def large(tmp_path_factory):
     shutil.rmtree(folder)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("number", "code", "word"),
-    [
-        (signal.SIGINT, 130, "interrupted"),
-        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
-    ],
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_a_signal_in_the_midst_of_writing_keeps_what_is_finished(large, environment, number, code, word):
     """The journal says when: the first file is finished, and others are not."""

@@ -113,6 +113,7 @@ def complete(run, words: str, number: int):
     return run("bigload", env=env)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_script_can_be_shown(run_program, shell):
     done = run_program(f"bigload --show-completion {shell}", env=ASKED)

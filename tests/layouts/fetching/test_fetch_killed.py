@@ -69,14 +69,8 @@ def body_bytes(server):
     return sum(request.num_bytes for request in server.requests if request.route == "cdn")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param((), marks=pytest.mark.slow),
-        ("--rank", "1", "--tp", "2"),
-        pytest.param(("--only", "model.layers"), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", [("--rank", "1", "--tp", "2"), (), ("--only", "model.layers")])
 def test_whatever_kills_it_the_rest_comes_and_little_comes_twice(place, tmp_path, options, monkeypatch):
     monkeypatch.chdir(tmp_path)
     server, environment = place

@@ -80,10 +80,8 @@ def test_what_will_be_transferred_is_the_size_of_whole_files(server, model, tmp_
     assert not prepared.run.notes
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param((), id="whole"), pytest.param(("--rank", "1", "--tp", "2"), id="rank", marks=pytest.mark.slow)],
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", [(), ("--rank", "1", "--tp", "2")], ids=["whole", "rank"])
 def test_a_fetch_that_is_killed_goes_on_with_what_is_complete(server, model, tmp_path, options):
     """Killed at random pieces; the process that goes on asks for no file again that was complete."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}

@@ -375,10 +375,8 @@ def _plain(folder):
     return folder
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    ["fp8-block", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int4-g128", "fp8-channel", "int8"))],
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("scheme", ["fp8-block", "int4-g128", "fp8-channel", "int8"])
 def test_numbers_and_their_scales_are_transferred_once(served, tmp_path, scheme):
     _plain(tmp_path / "plain")
     there_and_back = {"plain": bigload.Quantize(scheme), "quantised": bigload.Dequantize()}

@@ -50,7 +50,8 @@ def test_reads_in_any_order_are_the_bytes_of_the_source(reader, seed):
         assert b"".join(buffers) == CONTENT[at : at + sum(map(len, buffers))]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", range(6))
 def test_extents_do_not_overlap_and_are_bounded(seed):
     choose, extents, kept = random.Random(seed), KeptExtents(), set()
     for _ in range(200):
