@@ -8,7 +8,6 @@ cache holds of that commit is read from there.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from urllib.parse import quote, unquote
 
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, SourceScheme, address_text
 from bigload.checkpoint.sources.http import HttpSource, HttpStatusError, read_document
+from bigload.checkpoint.sources.listings import keep_listing, kept_listing
 from bigload.checkpoint.sources.ranged_source import missing
 from bigload.checkpoint.sources.small_reads import is_recent
 from bigload.documents import parse_json
@@ -122,7 +122,7 @@ def _listing(address: HubAddress) -> Mapping[str, SourceIdentity]:
     key = address.repo, address.revision
     found = _listings.get(key)
     if found is None:
-        found = _kept_listing(_listing_file(address))
+        found = kept_listing(_listing_file(address))
     if found is None and constants.HF_HUB_OFFLINE:
         found = _cached_listing(address)
     if found is None:
@@ -148,8 +148,7 @@ def _asked_listing(address: HubAddress, revision: str) -> str:
     at_commit = replace(address, revision=commit)
     with _LOCK:
         _listings[address.repo, commit] = found
-    entries = [[name, item.num_bytes, item.version[-1], item.sha256] for name, item in found.items()]
-    keep_file(_listing_file(at_commit), json.dumps([commit, entries]).encode())
+    keep_listing(_listing_file(at_commit), found)
     return commit
 
 
@@ -166,14 +165,6 @@ def _files(siblings: list[object], commit: str) -> Iterator[tuple[str, SourceIde
 
 def _identity_of(size: int, commit: str, etag: str, sha256: str | None) -> SourceIdentity:
     return SourceIdentity(num_bytes=size, version=(commit, etag), sha256=sha256)
-
-
-def _kept_listing(path: Path) -> Mapping[str, SourceIdentity] | None:
-    try:
-        commit, entries = json.loads(path.read_bytes())
-        return {name: _identity_of(size, commit, etag, sha256) for name, size, etag, sha256 in entries}
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def _cached_listing(address: HubAddress) -> Mapping[str, SourceIdentity]:

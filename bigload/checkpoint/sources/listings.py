@@ -6,6 +6,7 @@ same ETag.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +15,7 @@ from pathlib import Path
 from bigload.checkpoint.byte_source import SourceIdentity, address_text, scheme_of
 from bigload.checkpoint.sources.ranged_source import missing
 from bigload.errors import ReadError
+from bigload.machine.files.cache_folder import keep_file
 
 _listed: ContextVar[tuple[Path, Mapping[str, SourceIdentity]] | None] = ContextVar("listed", default=None)
 
@@ -53,6 +55,23 @@ def identities_now(root: Path, files: Collection[str]) -> Callable[[str], Source
     is_listed = scheme.list_folder is not None and scheme.has_strong_versions and len(files) > 1
     listing = scheme.list_folder(root) if scheme.list_folder is not None and is_listed else {}
     return lambda file: listing.get(file) or scheme_of(root / file).identity(root / file)
+
+
+def keep_listing(path: Path, files: Mapping[str, SourceIdentity]) -> None:
+    """Keep a listing of a folder of a service as the file `path` of the cache."""
+    entries = [[name, found.num_bytes, found.version, found.sha256] for name, found in files.items()]
+    keep_file(path, json.dumps(entries).encode())
+
+
+def kept_listing(path: Path) -> Mapping[str, SourceIdentity] | None:
+    """Return the listing that `keep_listing` kept; `None` if there is none, or none that can be read."""
+    try:
+        return {
+            name: SourceIdentity(num_bytes=num_bytes, version=tuple(version), sha256=sha256)
+            for name, num_bytes, version, sha256 in json.loads(path.read_bytes())
+        }
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def is_there(location: Path) -> bool:

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
@@ -24,11 +24,12 @@ from typing import Any, TypeVar
 
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
 from bigload.checkpoint.sources.http import NO_RANGES_HINT, plain_etag
+from bigload.checkpoint.sources.listings import keep_listing, kept_listing
 from bigload.checkpoint.sources.ranged_source import RangedSource, TemporaryError, missing, translated
 from bigload.checkpoint.sources.small_reads import is_recent
 from bigload.checkpoint.sources.store_hints import STORES, connection_hint, credentials_hint, refusal_hint
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointError, CheckpointNotFoundError, ReadError
-from bigload.machine.files.cache_folder import cache_folder, keep_file
+from bigload.machine.files.cache_folder import cache_folder
 
 MAX_LISTED = 100_000
 
@@ -253,20 +254,15 @@ def _list_folder(location: Path) -> Mapping[str, SourceIdentity]:
                 hint = "name the folder of one model"
                 raise CheckpointError(f"{address_text(location)} holds more than {MAX_LISTED} objects", hint=hint)
     if all(identity.etag for identity in found.values()):
-        entries = [[name, identity.num_bytes, identity.etag] for name, identity in found.items()]
-        keep_file(_listing_file(location), json.dumps(entries).encode())
+        keep_listing(_listing_file(location), found)
     return found
 
 
 def _recent_listing(location: Path) -> Mapping[str, SourceIdentity] | None:
     path = _listing_file(location)
-    try:
-        if not is_recent(path):
-            return None
-        entries = json.loads(path.read_bytes())
-        return {name: SourceIdentity(num_bytes=size, version=(etag,)) for name, size, etag in entries}
-    except (OSError, ValueError, TypeError):
-        return None
+    with suppress(OSError):
+        return kept_listing(path) if is_recent(path) else None
+    return None
 
 
 def _listing_file(location: Path) -> Path:
