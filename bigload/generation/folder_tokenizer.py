@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bigload.checkpoint.model import Checkpoint
@@ -24,6 +26,7 @@ class FolderTokenizer(NamedTuple):
         tokenizer: The object of transformers.
         name: The folder, for errors.
         vocabulary: The number of tokens that the model takes, `None` if unknown: tokenizers can have more.
+        placeholders: Tokens that stand for an image or other input that is no text, and which.
         is_raw: Whether texts go to the model as they are, although the folder has a chat template.
         system: What conversations begin with.
     """
@@ -31,6 +34,7 @@ class FolderTokenizer(NamedTuple):
     tokenizer: Any
     name: str
     vocabulary: int | None = None
+    placeholders: Mapping[int, str] = MappingProxyType({})
     is_raw: bool = False
     system: str | None = None
 
@@ -41,6 +45,7 @@ class FolderTokenizer(NamedTuple):
         *,
         asked_by: str,
         vocabulary: int | None = None,
+        placeholders: Mapping[int, str] = MappingProxyType({}),
         is_raw: bool = False,
         system: str | None = None,
     ) -> FolderTokenizer:
@@ -60,7 +65,7 @@ class FolderTokenizer(NamedTuple):
             raise OptionError(
                 f"transformers cannot read the tokenizer of {checkpoint.path}: {reason}", hint=_NO_TEXT
             ) from error
-        read = cls(tokenizer=tokenizer, name=checkpoint.path, vocabulary=vocabulary, is_raw=is_raw, system=system)
+        read = cls(tokenizer, checkpoint.path, vocabulary, placeholders, is_raw=is_raw, system=system)
         if system is not None:
             read.check_template("a system message")
         return read
@@ -84,6 +89,14 @@ class FolderTokenizer(NamedTuple):
                 f"{prompt.where} has token {unknown}, {self.tokenizer.convert_ids_to_tokens(unknown)!r:.60}; "
                 f"the model takes {counted(self.vocabulary, 'token')}, its tokenizer has {len(self.tokenizer)}",
                 hint=f"put the tokenizer of this model into {self.name}, or leave that token out of the prompt",
+            )
+        if (placeholder := next((token for token in tokens if token in self.placeholders), None)) is not None:
+            kind, name = self.placeholders[placeholder], self.tokenizer.convert_ids_to_tokens(placeholder)
+            raise OptionError(
+                f"{prompt.where} has token {placeholder}, {name!r:.60}, in whose place the model takes {kind} input; "
+                "only text is given here",
+                hint="leave it out for an answer to the text alone, or give the model its input in a program of "
+                "transformers, placed by bigload.load_and_dispatch",
             )
         return tokens
 

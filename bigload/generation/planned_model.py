@@ -98,6 +98,13 @@ class ModelMaker(NamedTuple):
         return getattr(self.config.get_text_config(), "vocab_size", None)
 
     @property
+    def placeholders(self) -> dict[int, str]:
+        """The tokens in whose places the model puts what is no text, and what that is."""
+        names = {kind: (f"{kind}_token_id", f"{kind}_token_index") for kind in ("image", "video", "audio")}
+        found = {getattr(self.config, name, None): kind for kind, both in names.items() for name in both}
+        return {token: kind for token, kind in found.items() if isinstance(token, int)}
+
+    @property
     def generates(self) -> bool:
         """Whether a model of this class has a `generate` of transformers."""
         return bool(self.model_class.can_generate())

@@ -80,6 +80,7 @@ class AnswerWishes(NamedTuple):
             planned.checkpoint,
             asked_by="run",
             vocabulary=planned.maker.vocabulary,
+            placeholders=planned.maker.placeholders,
             is_raw=self.is_raw,
             system=self.system,
         )
@@ -137,6 +138,9 @@ class Answering:
             planned.maker.check_generates()
             wanted = wishes.max_new_tokens
             questions = [wishes.question(each, tokenizer, max_new_tokens=wanted) for each in wishes.prompts]
+            if (kinds := list(planned.maker.placeholders.values())) and not wishes.quiet:
+                name = planned.maker.model_class.__name__
+                say(f"note: {name} takes {' and '.join(kinds)} input too; this is text alone")
         return cls(wishes=wishes, planned=planned, tokenizer=tokenizer, questions=questions)
 
     @property

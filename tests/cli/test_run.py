@@ -281,6 +281,30 @@ class TestText:
             assert process.stderr.read() == b"endless fits: 100% in RAM\n"
         assert process.returncode == 0
 
+    def test_a_model_of_images_answers_text_and_refuses_the_token_of_an_image(self, run, here):
+        from transformers import CLIPVisionConfig, LlamaConfig
+
+        vision = CLIPVisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            image_size=28,
+            patch_size=14,
+        )
+        text = LlamaConfig.from_pretrained("base")
+        family = "LlavaForConditionalGeneration"
+        image = 509  # <|system|> of the tokenizer
+        save_model(here / "llava", family, vision_config=vision, text_config=text, image_token_id=image)
+        save_tokenizer(here / "llava", None)
+        done = run("bigload run llava -p hello -n 2")
+        assert done.code == 0
+        assert f"\nnote: {family} takes image input too; this is text alone\n" in done.stderr
+        assert run("bigload run llava -p hello -n 2 -q").stderr == ""
+        done = run("bigload run llava -p '<|system|> what is this?'")
+        assert (done.code, done.stdout) == (2, "")
+        assert "the prompt has token 509, '<|system|>', in whose place the model takes image input" in done.stderr
+
     def test_what_no_answer_needs_is_not_imported_and_comes_back_afterwards(self, environment):
         program = (
             "import sys, bigload_cli.verbs as verbs\n"
