@@ -170,7 +170,7 @@ def _code_of(error: BigloadError) -> str:
 def _usage_failure(error: BaseException) -> Failure:
     message: str = error.format_message()  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "bigload"
+    command = context.command_path if context is not None else " ".join(["bigload", *sys.argv[1:2]])  # of a verb
     sentence = (message[:1].lower() + message[1:]).rstrip(".").replace(". Did you mean", "; did you mean")
     return Failure(exit_code=BAD_USAGE, code="usage", message=sentence, hint=f"{command} --help lists what there is")
 

@@ -48,6 +48,7 @@ def contents(folder: Path) -> dict[Path, bytes | int]:
 
 
 USAGE = [
+    ("bigload plan tiny-llama --explain", "option '--explain' requires an argument", "bigload plan --help lists"),
     ("bigload isnpect tiny-llama", "'isnpect'", "'inspect'"),
     ("bigload inspect", "PATH"),
     ("bigload inspect tiny-llama too-much", "too-much"),

@@ -99,13 +99,13 @@ def experts() -> dict[str, torch.Tensor]:
 def save_alone(folder: str, state: dict[str, object]) -> None:
     """Save `state` from this process."""
     with warnings.catch_warnings(action="ignore"):
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        dcp.save(state, checkpoint_id=folder)
 
 
 def load_alone(folder: str, state: dict[str, object]) -> None:
     """Fill `state` in this process."""
     with warnings.catch_warnings(action="ignore"):
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        dcp.load(state, checkpoint_id=folder)
 
 
 def load(kind: str, folder: str) -> bool:

@@ -19,6 +19,8 @@ SIMPLE_KINDS = [("fsdp", 2), ("tp", 2)]
     scope="module", params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SIMPLE_KINDS)], ids=str
 )
 def folder(request, tmp_path_factory):
+    if not hasattr(dcp, "HuggingFaceStorageWriter"):
+        pytest.skip("torch 2.6 shards no model on the CPU")
     kind, size = request.param
     made = tmp_path_factory.mktemp("dcp") / "saved"
     assert run_ranks(size, saved.save, kind, str(made)) == [True] * size

@@ -17,11 +17,12 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import CheckpointError, InvalidCheckpointError, LegacyPickleError
 from bigload.loading.tensors.views import torch_dtype, torch_shape
 
+FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)  # torch 2.6 has none
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    *(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)),  # not 2.6
+    *(dtype for dtype in (getattr(torch, "float8_e8m0fnu", None), FLOAT4) if dtype is not None),
 ]
 
 
@@ -72,7 +73,7 @@ def state_dicts(draw) -> dict[str, torch.Tensor]:
         tensor = random_tensor(dtype, draw(st.lists(st.integers(0, 4), max_size=3)))
         state[f"own.{number}"] = tensor
         for kind in draw(st.sets(st.sampled_from(["same", "t", "cut", "expand", "flat"]))):
-            if tensor.ndim == 0 or (dtype == torch.float4_e2m1fn_x2 and kind != "same"):
+            if tensor.ndim == 0 or (dtype == FLOAT4 and kind != "same"):
                 continue
             state[f"{kind}.{number}"] = {
                 "same": lambda tensor=tensor: tensor,
@@ -81,7 +82,7 @@ def state_dicts(draw) -> dict[str, torch.Tensor]:
                 "expand": lambda tensor=tensor: tensor.unsqueeze(0).expand(3, *tensor.shape),
                 "flat": lambda tensor=tensor: torch.nn.Parameter(tensor, requires_grad=False),
             }[kind]()
-    if not all(tensor.ndim for tensor in state.values() if tensor.dtype == torch.float4_e2m1fn_x2):
+    if not all(tensor.ndim for tensor in state.values() if tensor.dtype == FLOAT4):
         return {}
     return state
 
