@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
-HALF := tests/cli tests/layouts
+HALF := tests/architecture tests/cli tests/docs tests/layouts
 BIN := .venv/bin
 STAMP := .venv/.installed
 NIGHTLY := .venv-nightly
