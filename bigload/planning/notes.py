@@ -78,11 +78,9 @@ def _on_structure(structure: ModelStructure, options: PlanOptions) -> Iterator[P
     if structure.extra_layers:
         names = ", ".join(structure.extra_layers)
         size = format_size(structure.left_out_bytes)
-        number = counted(len(structure.extra_layers), "module")
-        yield PlanNote(
-            code="left-out",
-            text=f"{names} ({number}, {size}) only predict further tokens and get no device; --mtp places them too",
-        )
+        held = f"{names} ({counted(len(structure.extra_layers), 'module')}, {size})"
+        text = f"no device holds layers that only predict further tokens: {held}; --mtp places them too"
+        yield PlanNote(code="left-out", text=text)
     quantised = quantisation_of(structure.checkpoint)
     if quantised is not None:
         text = f"weights are quantised, {quantised}: counted as they are stored, without room to unpack them"

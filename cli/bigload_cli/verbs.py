@@ -30,7 +30,7 @@ VERBS = {
     "fetch": "Copy a model to this machine, whole or in part.",
     "reshard": "Rewrite a checkpoint: per device, per rank, in other shards.",
     "run": "Answer a prompt with a model, in memory or larger than that.",
-    "manifest": "Write the digests of a checkpoint's files and tensors, for verify.",
+    "manifest": "Write digests of a checkpoint's files and tensors.",
     "verify": "Compare a folder with its manifest.",
     "diff": "Compare the tensors of two checkpoints.",
     "measure": "Measure this machine once: disk, RAM, CPU, GPUs.",

@@ -201,7 +201,7 @@ def _notes(model: DividedModel, grid: RankGrid, workload: Workload) -> Iterator[
     yield from model.divided.notes
     if structure.extra_layers:
         names = ", ".join(structure.extra_layers)
-        text = f"{names} only predict further tokens and are on no rank; --mtp places them too"
+        text = f"no rank holds layers that only predict further tokens: {names}; --mtp places them too"
         yield PlanNote(code="left-out", text=text)
     if structure.experts and grid.tp > 1:
         text = "experts are divided among all ranks of a stage; expert-parallel ranks hold whole ones, of the same size"

@@ -38,7 +38,7 @@ def manifest(
     quiet: QuietOption = False,
     color: ColorOption = ColorMode.AUTO,  # noqa: ARG001 - every verb takes it; this one has no table
 ) -> None:
-    """Write the digests of a checkpoint's files and tensors, for verify.
+    """Write digests of a checkpoint's files and tensors.
 
     Every byte is read; files that came from the Hub are compared with its SHA-256. Nothing but the manifest is written,
     and an older one only if it says the same or less.
