@@ -124,6 +124,9 @@ def prepare_reshard(
 ) -> PreparedReshard:
     """Check source and output, and return what `run_reshard` would write. Writes nothing. See `reshard`."""
     target = output_folder(out)
+    if options.layout is None and target.suffix == ".gguf":
+        hint = f"add --layout gguf, which writes {out}/model.gguf"
+        raise OptionError.of("layout", options.layout, "gguf for an output of that name", hint=hint)
     source, options = ranks_of_plan(source, options)
     checkpoint, plan = open_source(source, checkpoint=options.checkpoint)
     is_gguf = checkpoint.format == GGUF.name

@@ -207,6 +207,23 @@ def test_of_a_multimodal_model_the_text_model_is_written(tmp_path, whole):
     assert any("only the text model is written, without vision_tower," in note for note in report.output.notes)
 
 
+def test_a_number_for_each_layer_is_one_if_all_are_alike(tmp_path):
+    written(
+        tmp_path / "in", {**SHAPES, **EXPERTS}, model_type="mixtral", num_local_experts=11, num_experts_per_tok=[2, 2]
+    )
+    bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+    (tmp_path / "out/config.json").unlink()
+    assert bigload.open_checkpoint(tmp_path / "out/model.gguf").config["num_experts_per_tok"] == 2
+
+
+def test_an_output_that_is_called_gguf_has_the_layout_named(tmp_path):
+    written(tmp_path / "in")
+    with pytest.raises(OptionError, match="expected gguf for an output of that name") as caught:
+        bigload.reshard(tmp_path / "in", tmp_path / "out.gguf", dtype="bf16")
+    assert "--layout gguf" in caught.value.hint
+    assert not (tmp_path / "out.gguf").exists()
+
+
 def test_a_tensor_without_a_name_is_refused(tmp_path):
     written(tmp_path / "in", {**SHAPES, **MLP, "model.layers.0.self_attn.sinks": (HEADS,)})
     with pytest.raises(OptionError, match="sinks has none"):

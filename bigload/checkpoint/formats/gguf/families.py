@@ -404,6 +404,18 @@ _GPT2 = Family(
     rules={f"{each}.weight": GgufRule.TRANSPOSED for each in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
     is_tied=True,
 )
+_HUNYUAN = Family(
+    architecture="hunyuan-dense",
+    model_type="hunyuan_v1_dense",
+    model_class="HunYuanDenseV1ForCausalLM",
+    block={
+        **_ATTENTION,
+        **_MLP,
+        **_NORMS,
+        "attn_q_norm": "self_attn.query_layernorm",
+        "attn_k_norm": "self_attn.key_layernorm",
+    },
+)
 
 _ALL = (
     _LLAMA,
@@ -679,16 +691,23 @@ _ALL = (
         rules={"mlp.moe_statics.e_score_correction_bias": GgufRule.SQUEEZED},
         is_tied=True,
     ),
-    Family(
-        architecture="hunyuan-dense",
-        model_type="hunyuan_v1_dense",
-        model_class="HunYuanDenseV1ForCausalLM",
+    _HUNYUAN,
+    replace(
+        _HUNYUAN,
+        architecture="hunyuan-moe",
+        model_type="hunyuan_v1_moe",
+        model_class="HunYuanMoEV1ForCausalLM",
         block={
-            **_ATTENTION,
-            **_MLP,
-            **_NORMS,
-            "attn_q_norm": "self_attn.query_layernorm",
-            "attn_k_norm": "self_attn.key_layernorm",
+            **_HUNYUAN.block,
+            "ffn_gate_inp": "mlp.gate.wg",
+            **{f"ffn_{each}_shexp": f"mlp.shared_mlp.{each}_proj" for each in _PARTS},
+        },
+        keys={
+            **_SIZES,
+            "expert_count": "num_experts",
+            "expert_used_count": "moe_topk",
+            "expert_feed_forward_length": "intermediate_size",
+            "expert_shared_feed_forward_length": "intermediate_size",
         },
     ),
     replace(

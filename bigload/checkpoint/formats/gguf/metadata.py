@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from bigload.checkpoint.formats.gguf import gemma4
 from bigload.checkpoint.formats.gguf.families import Family, GgufRule
-from bigload.checkpoint.formats.gguf.rope import head_size, local_base, rope_parameters, rotated_size, scaling_keys
+from bigload.checkpoint.formats.gguf.rope import base, head_size, local_base, rotated_size, scaling_keys
 from bigload.checkpoint.formats.gguf.writing import MetadataValue, refusal
 
 _FLOATS = ("_epsilon", "rope.freq_base", "rope.freq_base_swa", "softcapping", "clamp_kqv", "_scale", ".scale")
@@ -30,9 +30,11 @@ def metadata_of(
         "general.file_type": file_type,
         "general.quantization_version": 2,
     }
-    values = _values(config, num_predictions)
+    values = _values(config, family, num_predictions)
     for key, known in family.keys.items():
         value = values.get(known)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]  # one for each layer, all alike
         if isinstance(value, bool) and key in _FLAGS:
             found[f"{architecture}.{key}"] = value
         elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -63,14 +65,14 @@ def _of_model_type(config: Mapping[str, object], model_type: str) -> dict[str, M
     return {**found, **gemma4.written_keys(config)} if model_type == gemma4.MODEL_TYPE else found
 
 
-def _values(config: Mapping[str, object], num_predictions: int) -> dict[str, object]:
+def _values(config: Mapping[str, object], family: Family, num_predictions: int) -> dict[str, object]:
     """Return `config` with values that versions of transformers name otherwise under one key."""
     experts = config.get("num_experts", config.get("num_local_experts"))  # versions of transformers name it differently
     values = {
         **config,
         "num_experts": experts,
         "num_local_experts": experts,
-        "rope_theta": rope_parameters(config).get("rope_theta", config.get("rope_theta")),
+        "rope_theta": base(config, family),
         "rope_local_base_freq": local_base(config),
     }
     shared = config.get("moe_num_shared_experts"), config.get("moe_intermediate_size")

@@ -38,6 +38,22 @@ def local_base(config: Mapping[str, object]) -> object:
     return inner.get("rope_theta") if isinstance(inner, dict) else config.get("rope_local_base_freq")
 
 
+def base(config: Mapping[str, object], family: Family) -> object:
+    """Return the base of the rotary embedding; Hunyuan's is stretched by `alpha`."""
+    parameters = rope_parameters(config)
+    found = parameters.get("rope_theta", config.get("rope_theta"))
+    if not _is_stretched(parameters, family):
+        return found
+    size = max(head_size(config, family), 4)
+    return _positive({"rope_theta": found}, "rope_theta") * _positive(parameters, "alpha") ** (size / (size - 2))
+
+
+def _is_stretched(parameters: Mapping[str, object], family: Family) -> bool:
+    """Return whether frequencies are those of transformers' `compute_ntk_alpha_rope_parameters`."""
+    kind = parameters.get("rope_type", parameters.get("type"))
+    return family.model_type.startswith("hunyuan") and kind == "dynamic" and bool(parameters.get("alpha"))
+
+
 def head_size(config: Mapping[str, object], family: Family) -> int:
     """Return the size of a head; config.json need not say it."""
     names = [family.keys["embedding_length"], family.keys["attention.head_count"]]
@@ -102,7 +118,7 @@ def factor_tensors(config: Mapping[str, object], family: Family) -> dict[str, tu
     if family.model_type == gemma4.MODEL_TYPE:
         return {_LLAMA3: gemma4.factors(config, scaling)}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in ("default", "linear", "yarn"):
+    if kind in ("default", "linear", "yarn") or _is_stretched(scaling, family):
         return {}
     if _is_long(scaling) and _ORIGINAL_LENGTH in family.keys:
         size = rotated_size(config, family) // 2
