@@ -18,6 +18,7 @@ from bigload.loading.scheduling.schedule import Schedule
 from bigload.loading.settings import Method
 from bigload.loading.strategy.read_strategy import ReadStrategy
 from bigload.machine.memory.ram import available_memory
+from bigload.units import MIB
 
 
 def current_fingerprints(
@@ -110,5 +111,6 @@ def check_ram(name: str, path: str, num_bytes: int) -> None:
 
 def _require(name: str, path: str, device: str, needed: int, available: int | None) -> None:
     if available is not None and needed > available:
-        hint = f"plan it over several devices: bigload plan {path} -m {device}={available // 2**30}GiB"
+        fitting = available * 3 // 4 // MIB  # beside what is being read
+        hint = f"plan it over several devices, or leave more on disk: bigload plan {path} -m {device}={fitting}MiB"
         raise NotEnoughMemoryError(name, needed_bytes=needed, available_bytes=available, hint=hint)
