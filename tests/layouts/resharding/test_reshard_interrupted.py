@@ -1,6 +1,5 @@
 """Reshards that are killed or interrupted leave resumable output: real processes, real signals."""
 
-import os
 import random
 import shutil
 import signal
@@ -121,13 +120,3 @@ def test_of_two_processes_at_once_one_is_refused_and_the_other_succeeds(tiny):
         _, errors = first.communicate()
     assert (first.returncode, errors) == (0, "")
     check_complete(tiny / "out", tiny / "source")
-
-
-def test_a_killed_process_no_longer_holds_the_output(tiny):
-    with run_reshard(tiny / "plan.json", tiny / "out", answers=TALKING) as first:
-        assert first.stdout.readline().startswith("write")
-        os.kill(first.pid, signal.SIGKILL)
-    assert entries(tiny) == ["out.partial", "plan.json", "source"]
-    reshard(tiny / "plan.json", tiny / "out", resume=True)
-    check_complete(tiny / "out", tiny / "source")
-    assert entries(tiny) == ["out", "plan.json", "source"]
