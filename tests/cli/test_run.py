@@ -22,8 +22,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from text_models import save_model, save_tokenizer
 
+from bigload.devices import Device
+from bigload.machine.memory.detected import DetectedMemory
 from bigload.machine.profiles.known_machines import known_machine
 from bigload.machine.profiles.profile_cache import keep_profile
+from bigload.units import MIB
 from bigload_cli.views import run as view
 from run_reports import GIB, answer, forward, prediction, run_report
 
@@ -420,6 +423,16 @@ def conversation(talk, environment, terminal):
         if each.process.poll() is None:
             each.process.kill()
             each.process.wait()
+
+
+@pytest.mark.peers
+@needs_transformers
+def test_a_plan_for_all_that_is_free_leaves_memory_for_the_program(run, monkeypatch):
+    free = DetectedMemory(Device("cpu"), total_bytes=30 * MIB, free_bytes=19 * MIB, source="cgroup")
+    monkeypatch.setattr("bigload.machine.memory.ram.detect_ram", lambda: free)
+    words = "bigload run tiny-llama --random-tokens 1 -n 1"
+    assert "100% in RAM" in run(f"{words} -m cpu=19MiB").stderr
+    assert "on disk" in run(f"{words} -m cpu=auto").stderr
 
 
 @pytest.mark.peers

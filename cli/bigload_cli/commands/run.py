@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 import typer
 
 from bigload.errors import OptionError
+from bigload.units import MIB
 from bigload_cli import output
 from bigload_cli.library_messages import silent_libraries
 from bigload_cli.options import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from bigload.checkpoint.model import Checkpoint
     from bigload.generation.prompts import Prompt
     from bigload.generation.report import RunReport
+    from bigload.machine.memory.detected import DetectedMemory
     from bigload.planning.plan import Plan
     from bigload.planning.timing.predict import Prediction
     from bigload_cli.answering import Answering
@@ -53,6 +55,9 @@ of fetch time during which it computed, WEIGHTS the peak size of streamed
 weights, loaded or in flight.
 """
 
+
+_PROCESS_BYTES = 512 * MIB
+"""What the process takes beside the model: torch and transformers, imported after the plan, and blocks being read."""
 
 _RANDOM_ANSWER = 32
 """Tokens after random ones."""
@@ -289,6 +294,7 @@ def _planned(
     """Return the checkpoint, the plan that was given or one for the limits, and the context; say where weights go."""
     from bigload.extras import require
     from bigload.generation.prompts import chosen_context
+    from bigload.machine.machine import Machine
     from bigload.planning.budget.budget import MemoryBudget
     from bigload.planning.model.config import ModelConfig
     from bigload.planning.plan import headline
@@ -304,10 +310,19 @@ def _planned(
         trained=ModelConfig(checkpoint.config).count("trained_context"),
     )
     if made is None and not from_disk:
-        made = make_plan(checkpoint, MemoryBudget.parse(limits or ["auto"]), context=tokens)
+        budget = MemoryBudget.parse(limits or ["auto"], machine=Machine(ram=_ram_for_model))
+        made = make_plan(checkpoint, budget, context=tokens)
     if made is not None and not quiet:
         output.say(headline(made).partition("\n")[0])
     return checkpoint, made, tokens
+
+
+def _ram_for_model() -> DetectedMemory | None:
+    """Return the free RAM, less what the process will take; at most a third of it, for small models in small groups."""
+    from bigload.machine.memory.ram import detect_ram
+
+    found = detect_ram()
+    return found and found._replace(free_bytes=found.free_bytes - min(_PROCESS_BYTES, found.free_bytes // 3))
 
 
 def _import_lean(checkpoint: Checkpoint) -> None:
