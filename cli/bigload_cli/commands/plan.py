@@ -12,7 +12,7 @@ import typer
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.policy_registry import POLICIES
 from bigload_cli.commands import parallel_plans, predictions, questions
-from bigload_cli.failures import AnswerIsNoError
+from bigload_cli.failures import AnswerIsNoError, named_as_options
 from bigload_cli.options import (
     CheckpointArgument,
     ColorMode,
@@ -273,7 +273,9 @@ def plan(
             from bigload.planning.plan_file import write_plan
 
             write_plan(made.plan, out)
-        print_text(llama_cpp_arguments(made.plan, checkpoint))
+        with named_as_options({}):
+            text = llama_cpp_arguments(made.plan, checkpoint)
+        print_text(text)
         return
     prediction = None if machine is None else machine.of(made.plan, made.structure)
     _deliver(made, prediction, machine, out, html, as_json=as_json, quiet=quiet, color=color)
