@@ -216,6 +216,20 @@ def test_a_number_for_each_layer_is_one_if_all_are_alike(tmp_path):
     assert bigload.open_checkpoint(tmp_path / "out/model.gguf").config["num_experts_per_tok"] == 2
 
 
+def test_sizes_that_a_published_config_leaves_out_are_those_of_the_class(tmp_path):
+    """config.json of Gemma 3 4B has no numbers of heads, and no base of the rotary embedding."""
+    (tmp_path / "in").mkdir()
+    stated = {key: CONFIG[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **stated}}
+    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    save_file({"model.language_model.norm.weight": torch.ones(HIDDEN)}, tmp_path / "in/model.safetensors")
+    bigload.reshard(tmp_path / "in", tmp_path / "out", layout="gguf")
+    (tmp_path / "out/config.json").unlink()
+    found = bigload.open_checkpoint(tmp_path / "out/model.gguf").config
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rope_theta": 1e6}
+    assert found.items() >= {**sizes, **stated, "rope_local_base_freq": 1e4}.items()
+
+
 def test_an_output_that_is_called_gguf_has_the_layout_named(tmp_path):
     written(tmp_path / "in")
     with pytest.raises(OptionError, match="expected gguf for an output of that name") as caught:
