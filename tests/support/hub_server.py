@@ -499,14 +499,14 @@ def served_hub(monkeypatch, cache: Path, *, sleep=None):
     from huggingface_hub import constants
 
     from bigload.checkpoint import byte_source
-    from bigload.checkpoint.sources import http, ranged_source, whole_files
+    from bigload.checkpoint.sources import http_requests, ranged_source, whole_files
     from bigload.checkpoint.sources import hub as hub_source
 
     if sleep is None:
         pauses = []
         sleep = pauses.append
-        monkeypatch.setattr(http, "_now", lambda: time.monotonic() + sum(pauses))
-    for module in (http, ranged_source):
+        monkeypatch.setattr(http_requests, "_now", lambda: time.monotonic() + sum(pauses))
+    for module in (http_requests, ranged_source):
         monkeypatch.setattr(module, "_sleep", sleep)
     monkeypatch.setattr(hub_source, "_listings", {})
     monkeypatch.setattr(byte_source, "_WARNED", set())  # what is known of servers: a port may be given again

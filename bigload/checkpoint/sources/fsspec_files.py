@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
-from bigload.checkpoint.sources.http import plain_etag
+from bigload.checkpoint.sources.http_requests import plain_etag
 from bigload.checkpoint.sources.ranged_source import RangedSource, missing, translated
 from bigload.checkpoint.sources.store_hints import STORES, connection_hint, credentials_hint, refusal_hint
 from bigload.errors import (

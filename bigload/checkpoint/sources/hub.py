@@ -18,7 +18,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from bigload.checkpoint.byte_source import ByteSource, PositionalReader, SourceIdentity, SourceScheme, address_text
-from bigload.checkpoint.sources.http import HttpSource, HttpStatusError, read_document
+from bigload.checkpoint.sources.http import HttpSource
+from bigload.checkpoint.sources.http_requests import HttpStatusError, read_document
 from bigload.checkpoint.sources.listings import keep_listing, kept_listing
 from bigload.checkpoint.sources.ranged_source import missing
 from bigload.checkpoint.sources.small_reads import is_recent

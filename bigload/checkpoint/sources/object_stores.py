@@ -23,7 +23,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, address_text, ended_early
-from bigload.checkpoint.sources.http import NO_RANGES_HINT, plain_etag
+from bigload.checkpoint.sources.http import NO_RANGES_HINT
+from bigload.checkpoint.sources.http_requests import plain_etag
 from bigload.checkpoint.sources.listings import keep_listing, kept_listing
 from bigload.checkpoint.sources.ranged_source import RangedSource, TemporaryError, missing, translated
 from bigload.checkpoint.sources.small_reads import is_recent

@@ -3,7 +3,7 @@
 import pytest
 
 from bigload.checkpoint.byte_source import scheme_of
-from bigload.checkpoint.sources import http
+from bigload.checkpoint.sources import http_requests
 from bigload.machine.threads.activities import NO_RECORDER
 from hub_server import served_hub
 
@@ -22,8 +22,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(http, "_now", lambda: clock.now)
-    monkeypatch.setattr(http, "_PAUSE", http._Pause())
+    monkeypatch.setattr(http_requests, "_now", lambda: clock.now)
+    monkeypatch.setattr(http_requests, "_PAUSE", http_requests._Pause())
     return clock
 
 

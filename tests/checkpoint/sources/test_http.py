@@ -10,7 +10,8 @@ import pytest
 
 from bigload.checkpoint.byte_source import scheme_of
 from bigload.checkpoint.source import open_checkpoint
-from bigload.checkpoint.sources.http import RateLimitWarning, url_of
+from bigload.checkpoint.sources.http import url_of
+from bigload.checkpoint.sources.http_requests import RateLimitWarning
 from bigload.checkpoint.sources.ranged_source import MAX_FRUITLESS_TRIES
 from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.errors import AccessDeniedError, CheckpointError, CheckpointNotFoundError, ReadError

@@ -20,7 +20,7 @@ import bigload
 from bigload.checkpoint.byte_source import WholeFilesWarning
 from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.checkpoint.sources import hub, range_streams
-from bigload.checkpoint.sources.http import RateLimitWarning
+from bigload.checkpoint.sources.http_requests import RateLimitWarning
 from bigload.errors import AccessDeniedError, ReadError
 from bigload.layouts.resharding import names
 from bigload.layouts.writing import recent_bytes

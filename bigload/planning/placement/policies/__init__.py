@@ -1,1 +1,1 @@
-"""One file per way to place units on devices; `policy.py` names them, `registry.py` finds them."""
+"""One file per way to place units on devices; `planning/policy_registry.py` names them."""
