@@ -16,9 +16,9 @@ from bigload.checkpoint.records.recorded_digests import RecordedDigest, Recorded
 from bigload.errors import DamagedOutputError, ManifestNotFoundError, OptionError
 from bigload.loading.scheduling.read_jobs import BLOCK_BYTES, CPU, Delivery, ReadJob
 from bigload.loading.scheduling.schedule import Schedule
-from bigload.units import MIB, counted
+from bigload.units import KIB, counted
 
-STEP_BYTES = MIB
+STEP_BYTES = 512 * KIB
 """Of cached bytes, digested while they are in the cache of a core. Reads of a disk are not cut."""
 
 
