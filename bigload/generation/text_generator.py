@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bigload.errors import NotEnoughMemoryError
+from bigload.errors import NotEnoughMemoryError, OptionError
 from bigload.generation.planned_model import PlannedModel, stats_of, synchronize
 from bigload.generation.report import Answer, Finish
 from bigload.generation.text_pieces import TextPieces
 from bigload.loading.memory_errors import is_refusal
 from bigload.machine.memory.ram import available_memory
 from bigload.planning.workload import PREFILL_CHUNK
+from bigload.runtime.hooks.align_devices import AlignDevicesHook
+from bigload.runtime.hooks.hooks import add_hook_to_module
 from bigload.runtime.streaming.run_log import ForwardStats
 from bigload.units import counted
 
@@ -88,6 +90,12 @@ class TextGenerator:
         self._config.cache_implementation, self._config.return_dict_in_generate = None, False
         if decode is None:
             self._config.eos_token_id = None
+        if planned.maker.config.is_encoder_decoder:
+            self._config.decoder_start_token_id = self._start_of_decoder(is_text=decode is not None)
+            of_transformers: Any = model
+            encoder = of_transformers.get_encoder()
+            if not hasattr(encoder, "_hf_hook"):  # else transformers attaches accelerate's, which may not be installed
+                add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))
         sampling.apply(self._config)
         self.seed: int | None = None
         if self._config.do_sample:
@@ -157,6 +165,17 @@ class TextGenerator:
             first_token_seconds=None,
             forwards=forwards(),
         )
+
+    def _start_of_decoder(self, *, is_text: bool) -> int:
+        """Return the token that a decoder begins with; random tokens may begin with any."""
+        starts = self._config.decoder_start_token_id, self._config.bos_token_id
+        found = next((token for token in starts if token is not None), None)
+        if found is None and is_text:
+            raise OptionError(
+                f"{self._planned.checkpoint.path} does not say what its decoder begins with",
+                hint="set decoder_start_token_id in generation_config.json, or in config.json",
+            )
+        return found or 0
 
     def _is_end(self, tokens: list[int]) -> bool:
         """Return whether the last token is one that ends an answer."""

@@ -33,9 +33,9 @@ def import_lean(class_names: Iterable[str]) -> None:
 @contextmanager
 def _without_packages() -> Iterator[None]:
     places = [import_module(name) for name in ("transformers.utils.import_utils", "transformers.utils")]
-    usual = [{name: getattr(place, name) for name in _UNUSED} for place in places]
-    for place in places:
-        vars(place).update(dict.fromkeys(_UNUSED, lambda *_args, **_given: False))
+    usual = [{name: getattr(place, name) for name in _UNUSED if hasattr(place, name)} for place in places]
+    for place, kept in zip(places, usual, strict=True):
+        vars(place).update(dict.fromkeys(kept, lambda *_args, **_given: False))
     try:
         yield
     finally:

@@ -308,6 +308,21 @@ class TestText:
         assert (done.code, done.stdout) == (2, "")
         assert "the prompt has token 509, '<|system|>', in whose place the model takes image input" in done.stderr
 
+    def test_an_encoder_decoder_answers_without_accelerate_if_its_decoder_has_a_begin(self, here, environment):
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
+        save_model(here / "t5", "T5ForConditionalGeneration", **sizes, decoder_start_token_id=0)
+        save_tokenizer(here / "t5", None)
+        words = [sys.executable, "-m", "bigload_cli", "run", "t5", "-p", "hello", "-n", "4", "-q"]
+        given = {"capture_output": True, "cwd": here, "env": environment(), "text": True}
+        done = subprocess.run(words, check=False, **given)
+        assert (done.returncode, done.stderr) == (0, "")
+        for file in (here / "t5").glob("*config.json"):
+            settings = json.loads(file.read_text())
+            file.write_text(json.dumps({**settings, "decoder_start_token_id": None}))
+        done = subprocess.run(words, check=False, **given)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "does not say what its decoder begins with" in done.stderr
+
     def test_what_no_answer_needs_is_not_imported_and_comes_back_afterwards(self, environment):
         program = (
             "import sys, bigload_cli.verbs as verbs\n"
