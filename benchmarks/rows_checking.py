@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -14,10 +16,10 @@ from bigload.bench.runner import Contender
 from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import StalePlanError
 from bigload.planning.plan_file import check_plan
-from bigload.units import MIB
+from bigload.units import KIB, MIB
 from make import load_recipe, make
 from program_contender import ProcessRun, run_process
-from rows import Measurement, Row, RowGoal, Setting, measured_rounds
+from rows import Measurement, Row, RowGoal, Setting, files_of, measured_rounds
 from straight_read import straight_read
 
 _BIGLOAD = "bigload"
@@ -41,6 +43,32 @@ def verification(setting: Setting) -> Measurement:
     idle = run_process((sys.executable, reshard_contenders.__file__, "idle", "{}")).resident_bytes
     found = measured_rounds(setting, [ours, *reads], files=files, cache=CacheState.COLD)
     return replace(found, memory={_BIGLOAD: [(run.resident_bytes - idle) / MIB for run in runs[1:]]})
+
+
+def difference(setting: Setting, *, cache: CacheState) -> Measurement:
+    """Time a diff of two equal checkpoints, beside reads of both into the same memory, and `cmp` file by file."""
+    first = setting.model
+    second = open_checkpoint(shutil.copytree(first.root, setting.folder / "other"))
+    pairs = list(zip(files_of(first), files_of(second), strict=True))
+    files = [file for pair in pairs for file in pair]
+    is_direct = cache is CacheState.COLD and can_read_direct(files)
+
+    def diff() -> None:
+        assert bigload.diff(first, second, trust_digests=False).is_equal
+
+    def cmp() -> None:
+        for pair in pairs:
+            subprocess.run(["cmp", *pair], check=True)
+
+    reads = [
+        Contender(
+            name=f"limit: {'direct' if is_direct else 'pread'}, {threads} threads, blocks of {block // KIB} KiB",
+            run=partial(straight_read, files, threads=threads, block_bytes=block, is_direct=is_direct, is_kept=False),
+        )
+        for threads, block in ((2, 256 * KIB), (2, 4 * MIB), (8, MIB))
+    ]
+    contenders = [Contender(name=_BIGLOAD, run=diff), *reads, Contender(name="peer: cmp", run=cmp)]
+    return measured_rounds(setting, contenders, files=files, cache=cache)
 
 
 def staleness(setting: Setting) -> Measurement:
@@ -70,6 +98,19 @@ ROWS = (
         ),
         disk=2,
         memory=1,
+    ),
+    *(
+        Row(
+            name=f"diff-{cache}",
+            title=f"diff of equal checkpoints, {cache}",
+            measure=partial(difference, cache=cache),
+            goals=(
+                RowGoal(text="rate, of raw reads", contender=_BIGLOAD, limits=("limit: ",), bound=0.9, is_least=True),
+            ),
+            disk=2,
+            memory=0.1 if cache is CacheState.COLD else 2,
+        )
+        for cache in (CacheState.WARM, CacheState.COLD)
     ),
     Row(
         name="stale-plan",

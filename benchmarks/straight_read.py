@@ -17,9 +17,16 @@ _PAGE, _HUGE_PAGE = mmap.PAGESIZE, 2 << 20
 
 
 def straight_read(
-    files: Sequence[Path], *, threads: int = 2, block_bytes: int = 8 << 20, is_direct: bool = False
+    files: Sequence[Path],
+    *,
+    threads: int = 2,
+    block_bytes: int = 8 << 20,
+    is_direct: bool = False,
+    is_kept: bool = True,
 ) -> list[mmap.mmap]:
     """Read `files` whole and return their buffers; direct reads pass the page cache (open(2), O_DIRECT).
+
+    Unless it `is_kept`, each thread reads all of its blocks into the same memory.
 
     Raises:
         OSError: a file could not be opened, or read to the end.
@@ -31,8 +38,7 @@ def straight_read(
             descriptor = os.open(path, flags)
             opened.callback(os.close, descriptor)
             size = os.fstat(descriptor).st_size
-            buffer = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            buffer.madvise(mmap.MADV_HUGEPAGE)
+            buffer = _memory(size if is_kept else 0)
             buffers.append(buffer)
             blocks += [
                 (descriptor, buffer, start, min(start + block_bytes, size)) for start in range(0, size, block_bytes)
@@ -40,11 +46,12 @@ def straight_read(
         todo = iter(blocks)  # one for all threads: taking the next is one step of the interpreter
 
         def read() -> None:
+            own = _memory(block_bytes)
             for descriptor, buffer, start, stop in todo:
-                at = start
-                with memoryview(buffer) as view:
+                at, base = start, 0 if is_kept else start
+                with memoryview(buffer if is_kept else own) as view:
                     while at < stop:
-                        count = os.preadv(descriptor, [view[at : -(-stop // _PAGE) * _PAGE]], at)
+                        count = os.preadv(descriptor, [view[at - base : -(-stop // _PAGE) * _PAGE - base]], at)
                         if not count:
                             raise OSError(f"the file ended at byte {at}, expected {stop}")
                         at += count
@@ -53,3 +60,10 @@ def straight_read(
             for done in [pool.submit(read) for _ in range(threads)]:
                 done.result()
     return buffers
+
+
+def _memory(num_bytes: int) -> mmap.mmap:
+    size = max(-(-num_bytes // _HUGE_PAGE), 1) * _HUGE_PAGE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 
 from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.model import Checkpoint, TensorInfo
@@ -24,11 +24,12 @@ from bigload.dtypes import DTYPES, DType
 from bigload.errors import DamagedOutputError, ManifestNotFoundError
 from bigload.extras import require
 from bigload.layouts.output import OutputTensor
+from bigload.layouts.writing.output_file_writer import BLOCK_BYTES
 from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.window_reader import Portion, WindowReader
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
 from bigload.machine.libc import libc
-from bigload.machine.memory.huge_pages import Buffer, address_of, allocate
+from bigload.machine.memory.huge_pages import address_of
 from bigload.machine.threads.inflight_pool import BlockPool
 from bigload.machine.threads.thread_pool import default_threads, run_jobs
 from bigload.planning.load_dtype import CASTABLE
@@ -119,13 +120,13 @@ def diff(
     comparison = _SharedTensors(*both, digests=_digests_of(*both) if trust_digests else None)
     num_threads = threads or default_threads()
     with ExitStack() as opened:
-        pool = BlockPool(2 * num_threads, block_bytes=WINDOW_BYTES)
+        pool = BlockPool(4 * num_threads, block_bytes=WINDOW_BYTES + 2 * BLOCK_BYTES)
         opened.callback(pool.close)
         readers = [WindowReader(opened.enter_context(SourceFiles(each, pool=pool))) for each in both]
         run_jobs(
-            _Comparer(readers, Tally(comparison.total_bytes, on_progress)).compare,
+            _Comparer(readers, Tally(comparison.total_bytes, on_progress), num_readers=num_threads).compare,
             chain.from_iterable(pair.windows() for pair in comparison.pairs),
-            threads=num_threads,
+            threads=2 * num_threads,  # while some read, others compare
         )
     results = comparison.results()
     return DiffReport(
@@ -162,9 +163,11 @@ class _Pair:
         self.total = 0.0
 
     def windows(self) -> Iterator[_PairWindow]:
-        """Yield the windows to compare."""
-        for start in range(0, self.outputs[0].num_bytes, WINDOW_BYTES):
-            yield _PairWindow(self, start, min(start + WINDOW_BYTES, self.outputs[0].num_bytes))
+        """Yield the windows to compare: where nothing is cast, they end with a block of the first file, or nearly."""
+        ahead = 0 if self.outputs[0].is_cast else self.first.span.start % min(BLOCK_BYTES, WINDOW_BYTES) // 8 * 8
+        num_bytes = self.outputs[0].num_bytes
+        for start in range(-ahead, num_bytes, WINDOW_BYTES):
+            yield _PairWindow(self, max(start, 0), min(start + WINDOW_BYTES, num_bytes))
 
     def result(self) -> TensorDifference | None:
         """Return what differs, `None` for nothing."""
@@ -231,32 +234,43 @@ def _has_same_digest(first: TensorInfo, second: TensorInfo, digests: _DigestPair
 class _Comparer:
     """Compares windows; several threads call it at once."""
 
-    def __init__(self, readers: Sequence[WindowReader], tally: Tally) -> None:
+    def __init__(self, readers: Sequence[WindowReader], tally: Tally, *, num_readers: int) -> None:
         self._readers = readers
         self._tally = tally
         self._lock = Lock()
-        self._idle: list[tuple[Buffer, Buffer]] = []
+        self._turns = BoundedSemaphore(num_readers)
 
     def compare(self, window: _PairWindow) -> None:
         """Read a window of both and add up what differs."""
-        buffers = self._idle.pop() if self._idle else (allocate(WINDOW_BYTES), allocate(WINDOW_BYTES))
-        pair, num_bytes = window.pair, window.stop - window.start
-        for reader, buffer, tensor in zip(self._readers, buffers, pair.outputs, strict=True):
-            reader.fill(memoryview(buffer)[:num_bytes], [Portion(tensor, window.start, window.stop, 0)])
-        if libc.memcmp(*map(address_of, buffers), num_bytes):
-            found = (1, -math.inf, 0.0)
-            if _has_torch():
-                from bigload.loading.tensors.values_apart import values_apart
-
-                found = values_apart(*buffers, num_bytes, pair.dtype)
+        pair = window.pair
+        with ExitStack() as lent:
+            with self._turns:
+                first, second = (
+                    lent.enter_context(reader.viewed(Portion(tensor, window.start, window.stop, 0)))
+                    for reader, tensor in zip(self._readers, pair.outputs, strict=True)
+                )
+            found = _apart(first, second, pair.dtype)
+        if found is not None:
             with self._lock:
                 pair.is_changed = True
                 pair.num_changed += found[0]
                 pair.largest = max(pair.largest, found[1])
                 pair.total += found[2]
-        self._idle.append(buffers)
         stored = pair.first.num_bytes + pair.second.num_bytes
-        self._tally.add(stored * num_bytes // pair.outputs[0].num_bytes, phase="read", file=pair.first.span.file)
+        self._tally.add(
+            stored * (window.stop - window.start) // pair.outputs[0].num_bytes, phase="read", file=pair.first.span.file
+        )
+
+
+def _apart(first: memoryview, second: memoryview, dtype: DType) -> tuple[int, float, float] | None:
+    """Return how far both are apart (`values_apart`); `None` if they are equal."""
+    if not libc.memcmp(address_of(first), address_of(second), len(first)):
+        return None
+    if not _has_torch():
+        return 1, -math.inf, 0.0
+    from bigload.loading.tensors.values_apart import values_apart
+
+    return values_apart(first, second, dtype)
 
 
 def _common_dtype(first: TensorInfo, second: TensorInfo) -> DType | None:

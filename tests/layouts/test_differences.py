@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bigload
+from bigload.errors import ReadError
 from bigload.layouts import differences
 
 torch = pytest.importorskip("torch")
@@ -152,3 +153,26 @@ def test_a_manifest_of_other_files_is_not_used(with_manifests):
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
     report = bigload.diff(first, second)
     assert (report.only_first, report.num_by_digest) == (("more",), 0)
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_change_is_found_in_files_of_the_page_cache_and_of_the_disk(tmp_path, is_cached):
+    before = {"one": torch.randn(3), "two": torch.arange(3_000_001, dtype=torch.int16)}  # ends between two blocks
+    after = {"one": before["one"] * 1, "two": before["two"].clone()}
+    after["two"][-1] += 1
+    folders = [_saved(tmp_path / name, each) for name, each in (("a", before), ("b", after))]
+    for file in (file for folder in folders for file in folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            if not is_cached:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    (found,) = bigload.diff(*folders).changed
+    assert (found.name, found.num_changed) == ("two", 1)
+
+
+def test_a_file_cut_short_after_it_was_opened_is_an_error(tmp_path):
+    first, second = (bigload.open_checkpoint(_saved(tmp_path / name, _tensors())) for name in "ab")
+    (file,) = (tmp_path / "b").glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 8)
+    with pytest.raises(ReadError, match="ended"):
+        bigload.diff(first, second)

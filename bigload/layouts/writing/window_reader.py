@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -27,11 +27,13 @@ from bigload.dtypes import DTYPES
 from bigload.extras import require
 from bigload.layouts.output import OutputTensor
 from bigload.layouts.writing.source_files import SourceFiles
+from bigload.loading.readers.direct import CacheFirstReader
 from bigload.loading.scheduling.piece_copies import strided_copies
 from bigload.loading.scheduling.read_jobs import BLOCK_BYTES, Delivery, DTypeCast, ReadJob
 from bigload.loading.scheduling.read_requests import ReadRequest, jobs_of, requests_for, requests_of_copy
 from bigload.loading.scheduling.slices import StridedRange, rows_between, source_rows
 from bigload.loading.scheduling.strided_views import boxes_between, view_parts
+from bigload.machine.memory.huge_pages import allocate
 from bigload.machine.threads.activities import NO_RECORDER
 from bigload.units import MIB
 
@@ -215,6 +217,22 @@ class WindowReader:
         for job in jobs:
             with self._source(job) as source:
                 _scatter(job, views, source)
+
+    @contextmanager
+    def viewed(self, portion: Portion) -> Iterator[memoryview]:
+        """Lend the bytes of `portion`, not to be written to; uncopied where a local file has them as wanted."""
+        stored = portion.tensor.source
+        is_as_stored = portion.is_read_straight and not (portion.tensor.is_cast or portion.tensor.parts)
+        if isinstance(stored, TensorInfo) and is_as_stored:
+            with self._sources.past_cache(stored.span.file) as source:
+                if isinstance(source, CacheFirstReader):
+                    with source.viewed(stored.span.start + portion.start, stored.span.start + portion.stop) as view:
+                        yield view
+                    return
+        num_bytes = portion.stop - portion.start
+        memory = memoryview(allocate(num_bytes))[:num_bytes]
+        self.fill(memory, [portion])
+        yield memory
 
     def _jobs(self, portions: Sequence[Portion]) -> list[ReadJob]:
         jobs = list(jobs_for(portions))

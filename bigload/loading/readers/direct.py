@@ -11,12 +11,14 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 from bigload.checkpoint.byte_source import OpenFile, PositionalReader, ended_early, read_once
 from bigload.errors import ReadError, UnsupportedMethodError
+from bigload.loading.readers.mapped import MappedFile, release_pages
 from bigload.machine.files.page_cache import cached_bytes, cached_pages
 from bigload.machine.libc import libc as _libc
 from bigload.machine.memory.huge_pages import address_of
@@ -87,6 +89,18 @@ class DirectReader(OpenFile):
                 run = [tail]
         self._read_copying(run, stop)
 
+    @contextmanager
+    def viewed(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Lend bytes `start` to `stop` in a block of the pool, which has room for the whole blocks around them."""
+        begin = position = self._down(start)
+        with self._pool.lend() as block, memoryview(block) as view:
+            while position < stop:
+                count = self._read(view[position - begin : self._up(stop) - begin], position)
+                position += count
+                if position < stop and (count == 0 or count % self._alignment):
+                    raise ended_early(self.path, position, missing=stop - position)
+            yield view[start - begin : stop - begin]
+
     def _split(self, piece: _Target) -> tuple[_Target, _Target, _Target]:
         """Return the beginning, the part that can be read in place, and the rest; each may be empty."""
         begin, end = self._up(piece.start), self._down(piece.stop)
@@ -146,12 +160,35 @@ class CacheFirstReader:
             self._through = PositionalReader(path, recorder=recorder)
             opened.callback(self._through.close)
             self._opened = opened.pop_all()
+        self._lock = Lock()
+        self._map: MappedFile | None = None
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`."""
         stop = offset + sum(buffer.nbytes for buffer in buffers)
         source = self._through if self._is_cached(offset, stop) else self._past
         source.read_into(buffers, offset)
+
+    @contextmanager
+    def viewed(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Lend bytes `start` to `stop`, not to be written to: in the page cache itself, or as a `DirectReader` does.
+
+        Raises ReadError if the file has not all of them. One that is cut short while they are lent ends the process.
+        """
+        if not self._is_cached(start, stop):
+            with self._past.viewed(start, stop) as view:
+                yield view
+            return
+        with self._lock:
+            self._map = self._map or self._opened.enter_context(closing(MappedFile(self._path)))
+        mapped = len(self._map.buffer)
+        if mapped < stop:
+            raise ended_early(self._path, mapped, missing=stop - mapped)
+        self._map.populate(start, stop)
+        try:
+            yield self._map.buffer[start:stop]
+        finally:
+            release_pages(self._map.buffer, start, stop)
 
     def close(self) -> None:
         """Close the file."""
