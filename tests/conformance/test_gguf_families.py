@@ -128,7 +128,7 @@ CASES = {
         "head_dim": 32,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
     },
-    "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": 2},
+    "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": [2, 2]},
     "smollm3": LAYERS,
     "exaone4": {"head_dim": 32, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},

@@ -199,7 +199,7 @@ def _feed_forward(shapes: FeedForwardShapes, config: ModelConfig) -> int:
 
 def _routed(hidden: int, config: ModelConfig) -> int:
     """Return what routed experts make of a token: a copy of it for each that is chosen, in 32 bits when weighted."""
-    top_k = 0 if config.flag("is_moe") is False else config.number("experts_per_token") or 0
+    top_k = 0 if config.flag("is_moe") is False else config.experts_per_token or 0
     if any(kind in families.EVERY_EXPERT for kind in config.model_types):
         top_k = max(top_k, config.number("num_experts") or 0)
     size = config.number("expert_size") or config.number("ffn_size") or 0

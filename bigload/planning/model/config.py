@@ -138,6 +138,14 @@ class ModelConfig:
             return 1
         return self.number("num_kv_heads") or self.number("num_heads")
 
+    @property
+    def experts_per_token(self) -> int | None:
+        """Experts that a token goes through; the largest number where each layer has its own, as in Hunyuan."""
+        said = self._first(*_ALIASES["experts_per_token"])
+        if isinstance(said, list):
+            said = max(said, default=None) if all(map(_is_number, said)) else None
+        return said if _is_number(said) and said else self.count("experts_per_token")
+
     def number(self, question: str) -> int | None:
         """Return the whole number that answers `question`, one of the names above or a key as the file has it.
 

@@ -60,7 +60,7 @@ def routed_experts(block: ModuleNode, config: ModelConfig) -> RoutedExperts | No
     single = [_separate(module) for module in modules]
     counts = {len(own) if own else _num_slices(module, told) for module, own in zip(modules, single, strict=True)}
     num_experts = counts.pop() if len(counts) == 1 else None
-    top_k = config.count("experts_per_token")
+    top_k = config.experts_per_token
     num_bytes = sum(module.num_bytes for module in modules)
     are_separate = all(single)
     largest = num_bytes if num_experts is None else -(-num_bytes // num_experts)

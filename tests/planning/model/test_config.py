@@ -121,3 +121,9 @@ def test_what_the_language_model_does_not_say_the_outer_config_may():
 
 def test_no_config_says_nothing():
     assert ModelConfig(None).count("num_experts") is None
+
+
+def test_of_experts_that_each_layer_numbers_itself_the_most_count():
+    assert ModelConfig({"moe_topk": [2, 8, 2]}).experts_per_token == 8
+    assert ModelConfig({"moe_topk": [2, "8"], "num_experts_per_tok": 4}).experts_per_token == 4
+    assert ModelConfig({"moe_topk": []}).experts_per_token is None
