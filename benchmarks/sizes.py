@@ -33,6 +33,8 @@ FULL: Mapping[str, Extent] = {
     "load-parallel-warm": _FRESH,
     "load-parallel-cold": _SMALL,
     "load-memory": Extent(num_bytes=2 * GIB, rounds=1),
+    "diff-warm": _SMALL,
+    "diff-cold": _SMALL,
     "reshard-layouts": _SMALL,
     "reshard-peers": _SMALL,
     "reshard-cast": _SMALL,
