@@ -220,7 +220,11 @@ class WindowReader:
 
     @contextmanager
     def viewed(self, portion: Portion) -> Iterator[memoryview]:
-        """Lend the bytes of `portion`, not to be written to; uncopied where a local file has them as wanted."""
+        """Lend the bytes of `portion`, or the first of them, not to be written to.
+
+        Those of a local file that has them as wanted are not copied: all of them lie in the page cache, or as many as
+        fit in a block of the pool of `SourceFiles`.
+        """
         stored = portion.tensor.source
         is_as_stored = portion.is_read_straight and not (portion.tensor.is_cast or portion.tensor.parts)
         if isinstance(stored, TensorInfo) and is_as_stored:

@@ -91,9 +91,10 @@ class DirectReader(OpenFile):
 
     @contextmanager
     def viewed(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Lend bytes `start` to `stop` in a block of the pool, which has room for the whole blocks around them."""
+        """Lend bytes `start` to `stop`, or as many of them as a block of the pool has room for."""
         begin = position = self._down(start)
         with self._pool.lend() as block, memoryview(block) as view:
+            stop = min(stop, begin + self._down(len(view)))
             while position < stop:
                 count = self._read(view[position - begin : self._up(stop) - begin], position)
                 position += count
