@@ -22,6 +22,9 @@ from bigload.units import KIB, MIB
 WINDOW_BYTES = 4 * MIB
 """Large enough for the disk, small enough for many threads to have one each."""
 
+COPIED_WINDOW_BYTES = 2 * MIB
+"""For files in which nothing is computed: a cache of the processor holds these until they are written and compared."""
+
 LEAST_CUT_BYTES = 256 * KIB
 """Smaller tensors share windows: a request of their own would not be worth it."""
 

@@ -30,7 +30,7 @@ from bigload.layouts.writing.recent_bytes import RECENT_BYTES
 from bigload.layouts.writing.resume_check import ReusableFile
 from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.window_reader import WindowReader, first_read
-from bigload.layouts.writing.windows import WINDOW_BYTES, DataRanges, Window, windows
+from bigload.layouts.writing.windows import COPIED_WINDOW_BYTES, WINDOW_BYTES, DataRanges, Window, windows
 from bigload.loading.progress import Tally
 from bigload.loading.source_pool import MAX_OPEN_FILES
 from bigload.machine.libc import libc
@@ -264,8 +264,8 @@ class Writer:
     def _jobs_of(
         self, file: FileToWrite, records: dict[str, FileRecord], *, window_bytes: int | None = None
     ) -> Iterator[_Job]:
-        size, is_remote = window_bytes or self._window_bytes, not self._sources.is_local
-        output = file.output
+        is_remote, output = not self._sources.is_local, file.output
+        size = window_bytes or self._local_window_bytes(output)
         if file.kept is not None and file.kept.record is not None:
             records[output.file] = file.kept.record
             self._tally.add(output.header_bytes, phase="check", file=output.file)
@@ -307,6 +307,11 @@ class Writer:
                 yield _Job(open_file, window, number, is_copied)
         if isinstance(open_file, UnorderedFile):
             open_file.follow(self._memory)  # all of it may be there
+
+    def _local_window_bytes(self, output: OutputFile) -> int:
+        if any(tensor.is_computed for tensor in output.tensors):
+            return self._window_bytes
+        return min(self._window_bytes, COPIED_WINDOW_BYTES)
 
     def _copy_in_kernel(self, output: OutputFile, sink: OutputFileWriter) -> DataRanges:
         names = {each.source.span.file for each in output.tensors if isinstance(each.source, TensorInfo)}
