@@ -172,7 +172,7 @@ class _Pair:
         ahead = 0 if self.outputs[0].is_cast else self.first.span.start % min(BLOCK_BYTES, WINDOW_BYTES)
         ahead -= ahead % _LARGEST_ELEMENT_BYTES
         num_bytes = self.outputs[0].num_bytes
-        for start in range(-ahead, num_bytes, WINDOW_BYTES):
+        for start in range(-ahead if num_bytes else 0, num_bytes, WINDOW_BYTES):
             yield _PairWindow(self, max(start, 0), min(start + WINDOW_BYTES, num_bytes))
 
     def result(self) -> TensorDifference | None:

@@ -176,3 +176,14 @@ def test_a_file_cut_short_after_it_was_opened_is_an_error(tmp_path):
     os.truncate(file, file.stat().st_size - 8)
     with pytest.raises(ReadError, match="ended"):
         bigload.diff(first, second)
+
+
+def test_tensors_without_elements_are_equal_wherever_they_lie(tmp_path):
+    tensors = {"a": torch.ones(3), "b": torch.ones(0, 4), "c": torch.ones(2)}
+    assert bigload.diff(*(_saved(tmp_path / name, tensors) for name in "ab")).num_equal == 3
+
+
+def test_differences_whose_sum_float32_cannot_hold_have_a_mean(tmp_path):
+    folders = [_saved(tmp_path / str(sign), {"a": torch.full((4,), sign * 1.5e38)}) for sign in (1, -1)]
+    (found,) = bigload.diff(*folders).changed
+    assert found.mean == pytest.approx(3e38)
