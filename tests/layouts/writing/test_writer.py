@@ -188,9 +188,13 @@ def test_after_an_error_what_is_good_is_noted_and_all_is_given_back(job, monkeyp
         job.write(threads=threads)
     assert open_descriptors() == before
     kept = job.rechecked()
-    assert threads > 1 or kept[job.files[0].file].record is not None  # of several, one may be at the first file yet
-    assert kept[output.file].record is None
-    assert 0 < len(kept[output.file].digest.tensors) < len(output.tensors)
+    # Of several threads, one may find the error while others still have the first file, or this one's first window.
+    if threads == 1:
+        assert kept[job.files[0].file].record is not None
+        assert kept[output.file].digest.tensors
+    if output.file in kept:
+        assert kept[output.file].record is None
+        assert len(kept[output.file].digest.tensors) < len(output.tensors)
     monkeypatch.undo()
     job.write(threads=threads, kept=kept)
     assert job.written() == job.sources()
