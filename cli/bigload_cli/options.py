@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 
@@ -20,6 +20,17 @@ class ColorMode(StrEnum):
     NEVER = "never"
 
 
+def option(default: Any, names: str, *words: str, **more: Any) -> Any:  # noqa: ANN401 - as typer declares them
+    """Return an option: its names, the word for its value unless it is a flag, and its help."""
+    *metavar, text = words
+    return typer.Option(default, *names.split(), metavar="".join(metavar) or None, help=text, **more)
+
+
+def argument(default: Any, metavar: str, text: str, **more: Any) -> Any:  # noqa: ANN401 - as typer declares them
+    """Return an argument; a `default` of `...` makes it required."""
+    return typer.Argument(default, metavar=metavar, help=text, **more)
+
+
 def complete_device(incomplete: str) -> list[str]:
     """Offer the beginnings of a memory limit to the shell, and the TOML files of this folder after an `@`."""
     files = [f"@{path}" for path in sorted(Path().glob("*.toml"))] if incomplete.startswith("@") else []
@@ -27,64 +38,42 @@ def complete_device(incomplete: str) -> list[str]:
     return [text for text in offers if text.startswith(incomplete)]
 
 
-CheckpointArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="PATH",
-        help="Folder, index, .safetensors file or .bin, .pt, .pth file of torch; org/model[@revision] of the Hub; "
-        "https://, s3://, gs://, az://.",
-    ),
-]
-MaxMemoryOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--max-memory",
-        "-m",
-        metavar="DEVICE=SIZE",
-        envvar="BIGLOAD_MAX_MEMORY",
-        autocompletion=complete_device,
-        help="Memory of a device for weights: cuda:0=22GiB, or cpu=90% of what is free there now; auto for all that is "
-        "free on every GPU and in RAM; @FILE for limits from a TOML table. Repeat, or join by commas: auto gives way "
-        "to what names a device.",
-    ),
-]
-IoThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--io-threads",
-        "--threads",
-        metavar="N",
-        min=1,
-        max=256,
-        help="Threads at the disk. By default 4 at most; 16 connections of a remote checkpoint.",
-    ),
-]
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="Replace an OUT that bigload made, or what an interrupted run left.")
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check everything, list the files, write nothing.")]
-MaxInFlightOption = Annotated[
-    str | None,
-    typer.Option(
-        "--max-memory-in-flight",
-        metavar="SIZE",
-        help="Memory for bytes in flight. Default: 96MiB; 128MiB of fetch.",
-    ),
-]
-TpOption = Annotated[int | None, typer.Option("--tp", metavar="N", min=1, help="Number of tensor-parallel ranks.")]
-TpRulesOption = Annotated[
-    Path | None,
-    typer.Option("--tp-rules", metavar="FILE", help="Rules that divide tensors, before those of the architecture."),
-]
-PpOption = Annotated[int | None, typer.Option("--pp", metavar="N", min=1, help="Number of pipeline stages.")]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to replace anything.")]
-JsonOption = Annotated[
-    bool, typer.Option("--json", "-j", help="One JSON document instead of a table, also of a failure.")
-]
-QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Only the one value that a script wants; no progress.")
-]
-ColorOption = Annotated[ColorMode, typer.Option("--color", help="When to colour.")]
+CHECKPOINT = argument(
+    ...,
+    "PATH",
+    "Folder, index, .safetensors file or .bin, .pt, .pth file of torch; org/model[@revision] of the Hub; "
+    "https://, s3://, gs://, az://.",
+)
+MAX_MEMORY = option(
+    None,
+    "--max-memory -m",
+    "DEVICE=SIZE",
+    "Memory of a device for weights: cuda:0=22GiB, or cpu=90% of what is free there now; auto for all that is "
+    "free on every GPU and in RAM; @FILE for limits from a TOML table. Repeat, or join by commas: auto gives way "
+    "to what names a device.",
+    envvar="BIGLOAD_MAX_MEMORY",
+    autocompletion=complete_device,
+)
+IO_THREADS = option(
+    None,
+    "--io-threads --threads",
+    "N",
+    "Threads at the disk. By default 4 at most; 16 connections of a remote checkpoint.",
+    min=1,
+    max=256,
+)
+FORCE = option(False, "--force", "Replace an OUT that bigload made, or what an interrupted run left.")
+DRY_RUN = option(False, "--dry-run", "Check everything, list the files, write nothing.")
+MAX_IN_FLIGHT = option(
+    None, "--max-memory-in-flight", "SIZE", "Memory for bytes in flight. Default: 96MiB; 128MiB of fetch."
+)
+TP = option(None, "--tp", "N", "Number of tensor-parallel ranks.", min=1)
+TP_RULES = option(None, "--tp-rules", "FILE", "Rules that divide tensors, before those of the architecture.")
+PP = option(None, "--pp", "N", "Number of pipeline stages.", min=1)
+YES = option(False, "--yes -y", "Do not ask whether to replace anything.")
+JSON = option(False, "--json -j", "One JSON document instead of a table, also of a failure.")
+QUIET = option(False, "--quiet -q", "Only the one value that a script wants; no progress.")
+COLOR = option(ColorMode.AUTO, "--color", "When to colour.")
 
 
 def size_option(name: str, text: str, *, at_least: int = 1) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from bigload.loading.settings import Method
 from bigload_cli.options import (
-    CheckpointArgument,
+    CHECKPOINT,
+    COLOR,
+    JSON,
+    QUIET,
     ColorMode,
-    ColorOption,
-    JsonOption,
-    QuietOption,
+    option,
     size_option,
     thread_counts,
 )
@@ -40,44 +41,24 @@ _PICTURE_SUFFIXES = (".png", ".svg")
 
 
 def bench_load(
-    path: CheckpointArgument,
-    threads: Annotated[
-        str, typer.Option("--threads", metavar="N,N,...", help="Thread counts to compare; 1 is serial.")
-    ] = "1,2,4",
-    method: Annotated[
-        str,
-        typer.Option(
-            "--method", metavar="M,M,...", help="Ways to read to compare: auto, read, mmap, direct. All with all."
-        ),
-    ] = "auto",
-    runs: Annotated[int, typer.Option("--runs", metavar="N", min=1, max=1000, help="Timed runs of each.")] = 5,
-    cold: Annotated[
-        bool, typer.Option("--cold", help="Drop the files from the page cache before each run, and check it.")
-    ] = False,
-    warm: Annotated[bool, typer.Option("--warm", help="Read the files into the page cache before.")] = False,
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="Load to cpu, or to cuda:0.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Convert weights to bf16, fp16 or fp32 on the way.")
-    ] = None,
-    max_inflight: Annotated[
-        str | None, typer.Option("--max-inflight", metavar="SIZE", help="Read or staged at one moment at most.")
-    ] = None,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Time other loaders that are installed, in this process, by turns.")
-    ] = False,
-    export_markdown: Annotated[
-        Path | None, typer.Option("--export-markdown", metavar="FILE", help="Write the table for a README.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture, .png or .svg. Needs matplotlib.")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write what threads did, for chrome://tracing or Perfetto."),
-    ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorMode.AUTO,
+    path: str = CHECKPOINT,
+    threads: str = option("1,2,4", "--threads", "N,N,...", "Thread counts to compare; 1 is serial."),
+    method: str = option(
+        "auto", "--method", "M,M,...", "Ways to read to compare: auto, read, mmap, direct. All with all."
+    ),
+    runs: int = option(5, "--runs", "N", "Timed runs of each.", min=1, max=1000),
+    cold: bool = option(False, "--cold", "Drop the files from the page cache before each run, and check it."),
+    warm: bool = option(False, "--warm", "Read the files into the page cache before."),
+    device: str = option("cpu", "--device", "DEVICE", "Load to cpu, or to cuda:0."),
+    dtype: str | None = option(None, "--dtype", "DTYPE", "Convert weights to bf16, fp16 or fp32 on the way."),
+    max_inflight: str | None = option(None, "--max-inflight", "SIZE", "Read or staged at one moment at most."),
+    peers: bool = option(False, "--peers", "Time other loaders that are installed, in this process, by turns."),
+    export_markdown: Path | None = option(None, "--export-markdown", "FILE", "Write the table for a README."),
+    plot: Path | None = option(None, "--plot", "FILE", "Write a picture, .png or .svg. Needs matplotlib."),
+    trace: Path | None = option(None, "--trace", "FILE", "Write what threads did, for chrome://tracing or Perfetto."),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+    color: ColorMode = COLOR,
 ) -> None:
     """Time ways of loading: threads, methods, other loaders.
 

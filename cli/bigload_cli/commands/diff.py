@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption
+from bigload_cli.options import COLOR, JSON, QUIET, ColorMode, argument, option
 
 EPILOG = """\b
 Examples:
@@ -22,18 +20,17 @@ Digests are those of bigload-manifest.json, of files not written to since.
 
 
 def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="What bigload inspect takes.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
-    compare_bytes: Annotated[
-        bool, typer.Option("--bytes", help="Read all tensors, also those that both manifests have the same digest of.")
-    ] = False,
-    io_threads: Annotated[
-        int | None,
-        typer.Option("--io-threads", metavar="N", min=1, max=256, help="Threads that read and compare. Default: 4."),
-    ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorMode.AUTO,
+    first: str = argument(..., "A", "What bigload inspect takes."),
+    second: str = argument(..., "B", "The other one."),
+    compare_bytes: bool = option(
+        False, "--bytes", "Read all tensors, also those that both manifests have the same digest of."
+    ),
+    io_threads: int | None = option(
+        None, "--io-threads", "N", "Threads that read and compare. Default: 4.", min=1, max=256
+    ),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+    color: ColorMode = COLOR,
 ) -> None:
     """Compare the tensors of two checkpoints.
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from bigload_cli.failures import named_as_options
 from bigload_cli.options import (
+    COLOR,
+    DRY_RUN,
+    FORCE,
+    IO_THREADS,
+    JSON,
+    MAX_IN_FLIGHT,
+    QUIET,
+    TP,
+    TP_RULES,
+    YES,
     ColorMode,
-    ColorOption,
-    DryRunOption,
-    ForceOption,
-    IoThreadsOption,
-    JsonOption,
-    MaxInFlightOption,
-    QuietOption,
-    TpOption,
-    TpRulesOption,
-    YesOption,
+    argument,
     bytes_in_flight,
+    option,
 )
 from bigload_cli.output_folders import confirm, interruptible, say_lack_of_space
 
@@ -50,44 +50,28 @@ keeps what it has in OUT.partial; the same command reads it back and goes on.
 _OPTIONS = {"threads": "--io-threads", "max_inflight": "--max-memory-in-flight"}
 """Options of other names than the arguments of `bigload.fetch`."""
 
-_Patterns = list[str] | None
-
 
 def fetch(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="org/model[@revision], or what bigload inspect takes.")],
-    out: Annotated[
-        Path | None,
-        typer.Argument(metavar="OUT", help="Folder to make; must not exist or be empty. Default: named like MODEL."),
-    ] = None,
-    only: Annotated[
-        _Patterns,
-        typer.Option("--only", metavar="NAME", help="Only these tensors or modules: 'model.layers.*'. Repeatable."),
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="Only what this plan puts on --device.")
-    ] = None,
-    device: Annotated[
-        _Patterns, typer.Option("--device", metavar="DEVICE", help="Device of the plan: cuda:0. Repeat for more.")
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option("--rank", metavar="R", min=0, help="Only the slices of this tensor-parallel rank.")
-    ] = None,
-    tp: TpOption = None,
-    tp_rules: TpRulesOption = None,
-    include: Annotated[
-        _Patterns, typer.Option("--include", metavar="PATTERN", help="Only files of these names. Repeat for more.")
-    ] = None,
-    exclude: Annotated[
-        _Patterns, typer.Option("--exclude", metavar="PATTERN", help="No files of these names. Repeat for more.")
-    ] = None,
-    force: ForceOption = False,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
-    max_memory_in_flight: MaxInFlightOption = None,
-    io_threads: IoThreadsOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorMode.AUTO,
+    model: str = argument(..., "MODEL", "org/model[@revision], or what bigload inspect takes."),
+    out: Path | None = argument(None, "OUT", "Folder to make; must not exist or be empty. Default: named like MODEL."),
+    only: list[str] | None = option(
+        None, "--only", "NAME", "Only these tensors or modules: 'model.layers.*'. Repeatable."
+    ),
+    plan: Path | None = option(None, "--plan", "FILE", "Only what this plan puts on --device."),
+    device: list[str] | None = option(None, "--device", "DEVICE", "Device of the plan: cuda:0. Repeat for more."),
+    rank: int | None = option(None, "--rank", "R", "Only the slices of this tensor-parallel rank.", min=0),
+    tp: int | None = TP,
+    tp_rules: Path | None = TP_RULES,
+    include: list[str] | None = option(None, "--include", "PATTERN", "Only files of these names. Repeat for more."),
+    exclude: list[str] | None = option(None, "--exclude", "PATTERN", "No files of these names. Repeat for more."),
+    force: bool = FORCE,
+    yes: bool = YES,
+    dry_run: bool = DRY_RUN,
+    max_memory_in_flight: str | None = MAX_IN_FLIGHT,
+    io_threads: int | None = IO_THREADS,
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+    color: ColorMode = COLOR,
 ) -> None:
     """Copy a model to this machine, whole or in part.
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from bigload_cli.options import CheckpointArgument, ColorMode, ColorOption, JsonOption, QuietOption
+from bigload_cli.options import CHECKPOINT, COLOR, JSON, QUIET, ColorMode, option
 
 EPILOG = """\b
 Examples:
@@ -19,13 +16,13 @@ Examples:
 
 
 def inspect(
-    path: CheckpointArgument,
-    depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, max=50, help="Levels of modules to show.")] = 3,
-    show_tensors: Annotated[bool, typer.Option("--tensors", help="A row for every tensor.")] = False,
-    show_shards: Annotated[bool, typer.Option("--shards", help="A row for every file.")] = False,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorMode.AUTO,
+    path: str = CHECKPOINT,
+    depth: int = option(3, "--depth", "N", "Levels of modules to show.", min=1, max=50),
+    show_tensors: bool = option(False, "--tensors", "A row for every tensor."),
+    show_shards: bool = option(False, "--shards", "A row for every file."),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+    color: ColorMode = COLOR,
 ) -> None:
     """Show what a checkpoint holds.
 

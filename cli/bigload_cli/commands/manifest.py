@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption
+from bigload_cli.options import COLOR, JSON, QUIET, ColorMode, argument, option
 
 EPILOG = """\b
 Examples:
@@ -22,21 +19,15 @@ whoever can change a file can write another manifest.
 
 
 def manifest(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a checkpoint, in any format.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Where to write it. Default: bigload-manifest.json in DIR."
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a manifest that describes other files.")] = False,
-    io_threads: Annotated[
-        int | None,
-        typer.Option("--io-threads", metavar="N", min=1, max=256, help="Blocks read at one moment. Default: 4."),
-    ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorMode.AUTO,  # noqa: ARG001 - every verb takes it; this one has no table
+    folder: str = argument(..., "DIR", "Folder of a checkpoint, in any format."),
+    out: Path | None = option(None, "--output -o", "FILE", "Where to write it. Default: bigload-manifest.json in DIR."),
+    force: bool = option(False, "--force", "Replace a manifest that describes other files."),
+    io_threads: int | None = option(
+        None, "--io-threads", "N", "Blocks read at one moment. Default: 4.", min=1, max=256
+    ),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+    color: ColorMode = COLOR,  # noqa: ARG001 - every verb takes it; this one has no table
 ) -> None:
     """Write digests of a checkpoint's files and tensors.
 

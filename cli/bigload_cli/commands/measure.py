@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption
+from bigload_cli.options import COLOR, JSON, QUIET, ColorMode, argument, option
 
 NOT_KEPT = "the profile is not kept for later plans: measure again when the machine is idle, or add --keep"
 
@@ -27,22 +24,13 @@ Where other programs keep a tenth of the cores busy meanwhile, it is not kept.
 
 
 def measure(
-    path: Annotated[
-        str,
-        typer.Argument(metavar="[PATH]", help="A folder, whose disk is read, or a checkpoint.", show_default=False),
-    ] = ".",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few seconds instead of half a minute, with more noise.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the profile, too; - is stdout.")
-    ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the profile although other programs used the machine meanwhile.")
-    ] = False,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorMode.AUTO,
+    path: str = argument(".", "[PATH]", "A folder, whose disk is read, or a checkpoint.", show_default=False),
+    quick: bool = option(False, "--quick", "A few seconds instead of half a minute, with more noise."),
+    out: Path | None = option(None, "--out -o", "FILE", "Write the profile, too; - is stdout."),
+    keep: bool = option(False, "--keep", "Keep the profile although other programs used the machine meanwhile."),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+    color: ColorMode = COLOR,
 ) -> None:
     """Measure this machine once: disk, RAM, CPU, GPUs.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     from bigload.planning.options import PlanOptions
     from bigload_cli.commands.questions import PlanAnswer, PlanQuestion
 
-HostsOption = Annotated[
-    int | None, typer.Option("--hosts", metavar="N", min=1, help="Hosts that the ranks of --tp and --pp are on.")
-]
-GpuBandwidthOption = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu-bandwidth", metavar="SIZE", help="Bytes per second between the GPUs of a host. Default: 450GB."
-    ),
-]
-HostBandwidthOption = Annotated[
-    str | None,
-    typer.Option("--host-bandwidth", metavar="SIZE", help="Bytes per second from a GPU to other hosts. Default: 50GB."),
-]
 
 _ASKS = frozenset(("tp", "tp_rules", "pp", "hosts", "gpu_bandwidth", "host_bandwidth"))
 _TAKEN = _ASKS | {

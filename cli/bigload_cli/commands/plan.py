@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,15 +14,16 @@ from bigload.planning.policy_registry import POLICIES
 from bigload_cli.commands import parallel_plans, predictions, questions
 from bigload_cli.failures import AnswerIsNoError, named_as_options
 from bigload_cli.options import (
-    CheckpointArgument,
+    CHECKPOINT,
+    COLOR,
+    JSON,
+    MAX_MEMORY,
+    PP,
+    QUIET,
+    TP,
+    TP_RULES,
     ColorMode,
-    ColorOption,
-    JsonOption,
-    MaxMemoryOption,
-    PpOption,
-    QuietOption,
-    TpOption,
-    TpRulesOption,
+    option,
 )
 
 if TYPE_CHECKING:
@@ -72,115 +73,89 @@ class Offload(StrEnum):
 
 def plan(
     ctx: typer.Context,
-    path: CheckpointArgument,
-    max_memory: MaxMemoryOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan file; - is stdout.")
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with a picture, in which to ask what if."),
-    ] = None,
-    emit: Annotated[
-        Emit | None,
-        typer.Option("--emit", help="Print only the arguments that have llama.cpp place tensors as the plan does."),
-    ] = None,
-    context: Annotated[
-        int, typer.Option("--context", metavar="TOKENS", help="Leave room for a KV cache of so many tokens.")
-    ] = 0,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Sequences that are run together.")] = 1,
-    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", metavar="DTYPE", help="Of the KV cache: fp8.")] = None,
-    attention: Annotated[
-        Attention | None,
-        typer.Option(
-            "--attention",
-            help="Count eager attention or a fused kernel. Default: what transformers runs for the model.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            metavar="DTYPE",
-            help="Load weights as bf16, fp16 or fp32; or what if: fp8-block, fp8-channel, int8, int4-g128.",
-        ),
-    ] = None,
-    overhead: Annotated[
-        str | None,
-        typer.Option("--overhead", metavar="SIZE", help="Taken on every GPU besides. Default: 0.5GiB on CUDA."),
-    ] = None,
-    policy: Annotated[
-        str, typer.Option("--policy", metavar=f"<{'|'.join(POLICIES)}>", help="How devices are filled.")
-    ] = Policy.OPTIMAL,
-    offload: Annotated[
-        Offload | None,
-        typer.Option(
-            "--offload", help="Keep weights off GPUs; one model, one block or a window of two comes at a time."
-        ),
-    ] = None,
-    balance: Annotated[
-        Balance, typer.Option("--balance", help="Share what fits among GPUs, or fill the first ones.")
-    ] = Balance.SPREAD,
-    order: Annotated[Order, typer.Option("--order", help="Use GPUs as named, or in any order.")] = Order.KEEP,
-    experts: Annotated[
-        Experts, typer.Option("--experts", help="Place routed experts with their block, or apart.")
-    ] = Experts.AUTO,
-    expert_stats: Annotated[
-        Path | None,
-        typer.Option(
-            "--expert-stats",
-            metavar="FILE",
-            help="Keep the experts resident that bigload run --experts found most used.",
-        ),
-    ] = None,
-    lora: Annotated[
-        list[Path] | None,
-        typer.Option("--lora", metavar="DIR", help="Count a LoRA adapter of PEFT beside the model. Repeat for more."),
-    ] = None,
-    prefetch: Annotated[
-        bool, typer.Option("--prefetch", help="Keep room for a second streamed module, to arrive meanwhile.")
-    ] = False,
-    no_split: Annotated[
-        list[str] | None,
-        typer.Option("--no-split", metavar="PATTERN", help="Modules to keep whole, not the blocks: 'model.layers.*'."),
-    ] = None,
-    mtp: Annotated[bool, typer.Option("--mtp", help="Place layers that only predict further tokens, too.")] = False,
-    names: Annotated[
-        NameScheme, typer.Option("--names", help="Whose module names the device map speaks.")
-    ] = NameScheme.CHECKPOINT,
-    disk_bandwidth: Annotated[
-        str | None,
-        typer.Option("--disk-bandwidth", metavar="SIZE", help="Bytes per second from disk. Default: 3GiB."),
-    ] = None,
-    link_bandwidth: Annotated[
-        str | None,
-        typer.Option("--link-bandwidth", metavar="SIZE", help="Bytes per second from RAM to a GPU. Default: 24GiB."),
-    ] = None,
-    tp: TpOption = None,
-    tp_rules: TpRulesOption = None,
-    pp: PpOption = None,
-    hosts: parallel_plans.HostsOption = None,
-    gpu_bandwidth: parallel_plans.GpuBandwidthOption = None,
-    host_bandwidth: parallel_plans.HostBandwidthOption = None,
-    profile: predictions.ProfileOption = None,
-    measure: predictions.MeasureOption = False,
-    fit: predictions.FitOption = False,
-    target: predictions.TargetOption = None,
-    min_context: predictions.MinContextOption = None,
-    use_disk: Annotated[
-        bool, typer.Option("--disk/--no-disk", help="Let what finds no room stay on disk. Bound it by -m disk=SIZE.")
-    ] = True,
-    fail_if: Annotated[
-        FailIf | None, typer.Option("--fail-if", help="Exit with 3 if weights are on disk, or anywhere but on GPUs.")
-    ] = None,
-    explain: questions.ExplainOption = None,
-    compare: questions.CompareOption = None,
-    fits: questions.FitsOption = False,
-    gpus: questions.GpusOption = None,
-    max_context: questions.MaxContextOption = False,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorMode.AUTO,
+    path: str = CHECKPOINT,
+    max_memory: list[str] | None = MAX_MEMORY,
+    out: Path | None = option(None, "--out -o", "FILE", "Write the plan file; - is stdout."),
+    html: Path | None = option(None, "--html", "FILE", "Write a page with a picture, in which to ask what if."),
+    emit: Emit | None = option(
+        None, "--emit", "Print only the arguments that have llama.cpp place tensors as the plan does."
+    ),
+    context: int = option(0, "--context", "TOKENS", "Leave room for a KV cache of so many tokens."),
+    batch: int = option(1, "--batch", "N", "Sequences that are run together."),
+    kv_dtype: str | None = option(None, "--kv-dtype", "DTYPE", "Of the KV cache: fp8."),
+    attention: Attention | None = option(
+        None, "--attention", "Count eager attention or a fused kernel. Default: what transformers runs for the model."
+    ),
+    dtype: str | None = option(
+        None,
+        "--dtype",
+        "DTYPE",
+        "Load weights as bf16, fp16 or fp32; or what if: fp8-block, fp8-channel, int8, int4-g128.",
+    ),
+    overhead: str | None = option(None, "--overhead", "SIZE", "Taken on every GPU besides. Default: 0.5GiB on CUDA."),
+    policy: str = option(Policy.OPTIMAL, "--policy", f"<{'|'.join(POLICIES)}>", "How devices are filled."),
+    offload: Offload | None = option(
+        None, "--offload", "Keep weights off GPUs; one model, one block or a window of two comes at a time."
+    ),
+    balance: Balance = option(Balance.SPREAD, "--balance", "Share what fits among GPUs, or fill the first ones."),
+    order: Order = option(Order.KEEP, "--order", "Use GPUs as named, or in any order."),
+    experts: Experts = option(Experts.AUTO, "--experts", "Place routed experts with their block, or apart."),
+    expert_stats: Path | None = option(
+        None, "--expert-stats", "FILE", "Keep the experts resident that bigload run --experts found most used."
+    ),
+    lora: list[Path] | None = option(
+        None, "--lora", "DIR", "Count a LoRA adapter of PEFT beside the model. Repeat for more."
+    ),
+    prefetch: bool = option(False, "--prefetch", "Keep room for a second streamed module, to arrive meanwhile."),
+    no_split: list[str] | None = option(
+        None, "--no-split", "PATTERN", "Modules to keep whole, not the blocks: 'model.layers.*'."
+    ),
+    mtp: bool = option(False, "--mtp", "Place layers that only predict further tokens, too."),
+    names: NameScheme = option(NameScheme.CHECKPOINT, "--names", "Whose module names the device map speaks."),
+    disk_bandwidth: str | None = option(None, "--disk-bandwidth", "SIZE", "Bytes per second from disk. Default: 3GiB."),
+    link_bandwidth: str | None = option(
+        None, "--link-bandwidth", "SIZE", "Bytes per second from RAM to a GPU. Default: 24GiB."
+    ),
+    tp: int | None = TP,
+    tp_rules: Path | None = TP_RULES,
+    pp: int | None = PP,
+    hosts: int | None = option(None, "--hosts", "N", "Hosts that the ranks of --tp and --pp are on.", min=1),
+    gpu_bandwidth: str | None = option(
+        None, "--gpu-bandwidth", "SIZE", "Bytes per second between the GPUs of a host. Default: 450GB."
+    ),
+    host_bandwidth: str | None = option(
+        None, "--host-bandwidth", "SIZE", "Bytes per second from a GPU to other hosts. Default: 50GB."
+    ),
+    profile: str | None = option(
+        None,
+        "--profile",
+        "NAME|FILE",
+        "Predict times on a known machine, such as h100, or by a file of bigload measure -o. Default: what was "
+        "measured on this machine.",
+    ),
+    measure: bool = option(False, "--measure", "Measure this machine first: half a minute."),
+    fit: bool = option(
+        False,
+        "--fit",
+        "If the plan does not fit, or --fail-if objects: reduce the context, then the batch, then the KV cache to "
+        "8 bits, then weights of 32 bits to BF16.",
+    ),
+    target: str | None = option(
+        None, "--target", "SPEED", "Reduce as --fit does, until each sequence gets SPEED, such as 5tok/s."
+    ),
+    min_context: int | None = option(
+        None, "--min-context", "TOKENS", "Shorten no further than this. Default: 4096.", min=1
+    ),
+    use_disk: bool = option(True, "--disk/--no-disk", "Let what finds no room stay on disk. Bound it by -m disk=SIZE."),
+    fail_if: FailIf | None = option(None, "--fail-if", "Exit with 3 if weights are on disk, or anywhere but on GPUs."),
+    explain: str | None = option(None, "--explain", "MODULE", "Say why a module is where it is."),
+    compare: str | None = option(None, "--compare", "POLICIES", "One line for each: sequential,balanced."),
+    fits: bool = option(False, "--fits", "Least memory of 1, 2, 4 and 8 GPUs that hold everything."),
+    gpus: str | None = option(None, "--gpus", "SIZE", "How many GPUs of that size it takes."),
+    max_context: bool = option(False, "--max-context", "The largest context that the memory holds."),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+    color: ColorMode = COLOR,
 ) -> None:
     """Decide which device holds which module.
 

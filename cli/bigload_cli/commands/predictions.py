@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -23,34 +23,6 @@ if TYPE_CHECKING:
     from bigload.planning.planner import PlanDetails
     from bigload.planning.timing.predict import Prediction
 
-ProfileOption = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        metavar="NAME|FILE",
-        help="Predict times on a known machine, such as h100, or by a file of bigload measure -o. Default: what was "
-        "measured on this machine.",
-    ),
-]
-MeasureOption = Annotated[bool, typer.Option("--measure", help="Measure this machine first: half a minute.")]
-FitOption = Annotated[
-    bool,
-    typer.Option(
-        "--fit",
-        help="If the plan does not fit, or --fail-if objects: reduce the context, then the batch, then the KV cache to "
-        "8 bits, then weights of 32 bits to BF16.",
-    ),
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--target", metavar="SPEED", help="Reduce as --fit does, until each sequence gets SPEED, such as 5tok/s."
-    ),
-]
-MinContextOption = Annotated[
-    int | None,
-    typer.Option("--min-context", metavar="TOKENS", min=1, help="Shorten no further than this. Default: 4096."),
-]
 
 _SPEED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:t|tok|tokens?)?\s*(?:/\s*s)?\s*", re.IGNORECASE)
 

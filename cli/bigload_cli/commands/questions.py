@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -15,16 +15,6 @@ if TYPE_CHECKING:
     from bigload.planning.budget.budget import MemoryBudget
     from bigload.planning.options import PlanOptions
     from bigload_cli.options import ColorMode
-
-ExplainOption = Annotated[
-    str | None, typer.Option("--explain", metavar="MODULE", help="Say why a module is where it is.")
-]
-CompareOption = Annotated[
-    str | None, typer.Option("--compare", metavar="POLICIES", help="One line for each: sequential,balanced.")
-]
-FitsOption = Annotated[bool, typer.Option("--fits", help="Least memory of 1, 2, 4 and 8 GPUs that hold everything.")]
-GpusOption = Annotated[str | None, typer.Option("--gpus", metavar="SIZE", help="How many GPUs of that size it takes.")]
-MaxContextOption = Annotated[bool, typer.Option("--max-context", help="The largest context that the memory holds.")]
 
 
 class PlanQuestion(NamedTuple):

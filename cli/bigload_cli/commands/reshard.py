@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,19 +13,21 @@ from bigload.layouts.kinds.registry import LAYOUTS
 from bigload.planning.choices import NameScheme
 from bigload_cli.failures import named_as_options
 from bigload_cli.options import (
+    COLOR,
+    DRY_RUN,
+    FORCE,
+    IO_THREADS,
+    JSON,
+    MAX_IN_FLIGHT,
+    PP,
+    QUIET,
+    TP,
+    TP_RULES,
+    YES,
     ColorMode,
-    ColorOption,
-    DryRunOption,
-    ForceOption,
-    IoThreadsOption,
-    JsonOption,
-    MaxInFlightOption,
-    PpOption,
-    QuietOption,
-    TpOption,
-    TpRulesOption,
-    YesOption,
+    argument,
     bytes_in_flight,
+    option,
     size_option,
 )
 from bigload_cli.output_folders import confirm, interruptible, say_lack_of_space
@@ -79,132 +81,78 @@ _OPTIONS = {
 
 def reshard(
     ctx: typer.Context,
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PLAN|CHECKPOINT", help="Plan file, as bigload plan -o writes it; or what bigload inspect takes."
-        ),
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist or be empty.")],
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            "--layout",
-            metavar=f"<{'|'.join(LAYOUTS)}>",
-            help="What to make, see below. Default: devices of a plan, ranks with --tp, else shards.",
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option("--source", metavar="PATH", help="The checkpoint, if not where the plan says.")
-    ] = None,
-    max_shard_size: Annotated[
-        str,
-        typer.Option(
-            "--max-shard-size",
-            metavar="SIZE",
-            help="Begin another file before its tensors pass this; none for one file.",
-        ),
-    ] = "5GB",
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast weights to bf16, fp16 or fp32; gguf: q8_0 too.")
-    ] = None,
-    keep_fp32: Annotated[
-        list[str] | None,
-        typer.Option("--keep-fp32", metavar="PATTERN", help="Tensors to write in 32 bits: '*norm*'. Repeat for more."),
-    ] = None,
-    tp: TpOption = None,
-    tp_rules: TpRulesOption = None,
-    pp: PpOption = None,
-    vllm_version: Annotated[
-        str, typer.Option("--vllm-version", metavar="VERSION", help="Of --layout vllm: whose names are written.")
-    ] = VLLM_VERSION,
-    any_expert_size: Annotated[
-        bool,
-        typer.Option(
-            "--any-expert-size", help="Of --layout vllm: write experts of sizes that some of its kernels round up."
-        ),
-    ] = False,
-    names: Annotated[
-        NameScheme | None,
-        typer.Option("--names", help="Names and forms of tensors: transformers' in memory, or the original files'."),
-    ] = None,
-    dequantize: Annotated[
-        str | None,
-        typer.Option("--dequantize", metavar="DTYPE", help="Write quantised weights as plain ones, such as bf16."),
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            "--quantize",
-            metavar="SCHEME",
-            help="Round weights to fp8-block, fp8-channel, int8 or int4-g128 (-g64, -g32).",
-        ),
-    ] = None,
-    keep_plain: Annotated[
-        list[str] | None,
-        typer.Option("--keep-plain", metavar="PATTERN", help="Weights that --quantize leaves plain. Repeat for more."),
-    ] = None,
-    quantize_also: Annotated[
-        list[str] | None,
-        typer.Option("--quantize-also", metavar="PATTERN", help="Weights it would leave: lm_head. Repeat for more."),
-    ] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option("--lora", metavar="DIR", help="Merge a LoRA adapter of PEFT into the weights. Repeat for more."),
-    ] = None,
-    lora_scale: Annotated[
-        list[float] | None,
-        typer.Option("--lora-scale", metavar="X", help="Factor of the adapter: one for each --lora. Default: 1."),
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option("--rename", metavar="S/A/B/", help=r"Rename tensors: 's/^model\.//'. Repeat for more."),
-    ] = None,
-    add_prefix: Annotated[
-        list[str] | None, typer.Option("--add-prefix", metavar="TEXT", help="Put this before each name.")
-    ] = None,
-    drop: Annotated[
-        list[str] | None,
-        typer.Option("--drop", metavar="PATTERN", help="Leave tensors out: 'visual.*'. Repeat for more."),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="PATTERN", help="Leave all other tensors out. Repeat for more."),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            "--base", metavar="OTHER", help="Write only tensors that differ from OTHER, where the rest is read then."
-        ),
-    ] = None,
-    set_metadata: Annotated[
-        list[str] | None,
-        typer.Option("--set-metadata", metavar="KEY=VALUE", help="Write this into each file's header."),
-    ] = None,
-    all_tensors: Annotated[
-        bool,
-        typer.Option(
-            "--all-tensors", help="Of a distributed checkpoint: also what is not the model's (optimizer state)."
-        ),
-    ] = False,
-    offload_format: Annotated[
-        OffloadFormat, typer.Option("--offload-format", help="Files per block, or accelerate's .dat per tensor.")
-    ] = OffloadFormat.SAFETENSORS,
-    verify: Annotated[
-        Verify,
-        typer.Option("--verify", help="Check nothing, check sizes, or read every byte back and compare it."),
-    ] = Verify.FULL,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume an interrupted run, after reading back what it has finished.")
-    ] = False,
-    force: ForceOption = False,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
-    max_memory_in_flight: MaxInFlightOption = None,
-    io_threads: IoThreadsOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorMode.AUTO,
+    source: Path = argument(
+        ..., "PLAN|CHECKPOINT", "Plan file, as bigload plan -o writes it; or what bigload inspect takes."
+    ),
+    out: Path = argument(..., "OUT", "Folder to make; must not exist or be empty."),
+    layout: str | None = option(
+        None,
+        "--layout",
+        f"<{'|'.join(LAYOUTS)}>",
+        "What to make, see below. Default: devices of a plan, ranks with --tp, else shards.",
+    ),
+    checkpoint: str | None = option(None, "--source", "PATH", "The checkpoint, if not where the plan says."),
+    max_shard_size: str = option(
+        "5GB", "--max-shard-size", "SIZE", "Begin another file before its tensors pass this; none for one file."
+    ),
+    dtype: str | None = option(None, "--dtype", "DTYPE", "Cast weights to bf16, fp16 or fp32; gguf: q8_0 too."),
+    keep_fp32: list[str] | None = option(
+        None, "--keep-fp32", "PATTERN", "Tensors to write in 32 bits: '*norm*'. Repeat for more."
+    ),
+    tp: int | None = TP,
+    tp_rules: Path | None = TP_RULES,
+    pp: int | None = PP,
+    vllm_version: str = option(VLLM_VERSION, "--vllm-version", "VERSION", "Of --layout vllm: whose names are written."),
+    any_expert_size: bool = option(
+        False, "--any-expert-size", "Of --layout vllm: write experts of sizes that some of its kernels round up."
+    ),
+    names: NameScheme | None = option(
+        None, "--names", "Names and forms of tensors: transformers' in memory, or the original files'."
+    ),
+    dequantize: str | None = option(
+        None, "--dequantize", "DTYPE", "Write quantised weights as plain ones, such as bf16."
+    ),
+    quantize: str | None = option(
+        None, "--quantize", "SCHEME", "Round weights to fp8-block, fp8-channel, int8 or int4-g128 (-g64, -g32)."
+    ),
+    keep_plain: list[str] | None = option(
+        None, "--keep-plain", "PATTERN", "Weights that --quantize leaves plain. Repeat for more."
+    ),
+    quantize_also: list[str] | None = option(
+        None, "--quantize-also", "PATTERN", "Weights it would leave: lm_head. Repeat for more."
+    ),
+    lora: list[str] | None = option(
+        None, "--lora", "DIR", "Merge a LoRA adapter of PEFT into the weights. Repeat for more."
+    ),
+    lora_scale: list[float] | None = option(
+        None, "--lora-scale", "X", "Factor of the adapter: one for each --lora. Default: 1."
+    ),
+    rename: list[str] | None = option(None, "--rename", "S/A/B/", r"Rename tensors: 's/^model\.//'. Repeat for more."),
+    add_prefix: list[str] | None = option(None, "--add-prefix", "TEXT", "Put this before each name."),
+    drop: list[str] | None = option(None, "--drop", "PATTERN", "Leave tensors out: 'visual.*'. Repeat for more."),
+    only: list[str] | None = option(None, "--only", "PATTERN", "Leave all other tensors out. Repeat for more."),
+    base: str | None = option(
+        None, "--base", "OTHER", "Write only tensors that differ from OTHER, where the rest is read then."
+    ),
+    set_metadata: list[str] | None = option(None, "--set-metadata", "KEY=VALUE", "Write this into each file's header."),
+    all_tensors: bool = option(
+        False, "--all-tensors", "Of a distributed checkpoint: also what is not the model's (optimizer state)."
+    ),
+    offload_format: OffloadFormat = option(
+        OffloadFormat.SAFETENSORS, "--offload-format", "Files per block, or accelerate's .dat per tensor."
+    ),
+    verify: Verify = option(
+        Verify.FULL, "--verify", "Check nothing, check sizes, or read every byte back and compare it."
+    ),
+    resume: bool = option(False, "--resume", "Resume an interrupted run, after reading back what it has finished."),
+    force: bool = FORCE,
+    yes: bool = YES,
+    dry_run: bool = DRY_RUN,
+    max_memory_in_flight: str | None = MAX_IN_FLIGHT,
+    io_threads: int | None = IO_THREADS,
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+    color: ColorMode = COLOR,
 ) -> None:
     """Rewrite a checkpoint: per device, per rank, in other shards.
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import typer
 
@@ -15,11 +15,13 @@ from bigload.units import MIB
 from bigload_cli import output
 from bigload_cli.library_messages import silent_libraries
 from bigload_cli.options import (
+    COLOR,
+    JSON,
+    MAX_MEMORY,
+    QUIET,
     ColorMode,
-    ColorOption,
-    JsonOption,
-    MaxMemoryOption,
-    QuietOption,
+    argument,
+    option,
     size_option,
 )
 from bigload_cli.result_files import answers_on_stdout, check_results, say_written, write_results
@@ -81,99 +83,58 @@ class _Mode(StrEnum):
 
 def run(
     call: typer.Context,
-    path: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder of a model: config.json, tokenizer and weights.")
-    ],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to answer; - reads it from stdin.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Talk: a prompt a line. Default on a terminal without -p.")
-    ] = False,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            metavar="FILE",
-            help='Answer each line, {"prompt": ...} or {"messages": [...]}, by a line of JSON; "id" is passed on.',
-        ),
-    ] = None,
-    random_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--random-tokens",
-            metavar="N",
-            min=1,
-            max=10_000_000,
-            help=f"No text: time a prompt of N random tokens and {_RANDOM_ANSWER} new ones (-n). Has --stats.",
-        ),
-    ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, max=1000, help="Runs of --random-tokens.")] = 1,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="System message of the conversation.")
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-new-tokens",
-            "-n",
-            metavar="N",
-            min=1,
-            help="Longest answer. Default: what the context leaves room for.",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", metavar="T", min=0, help="0 takes the most likely token; higher is more random."),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            "--top-p", metavar="P", min=0, max=1, help="Choose among the likeliest tokens of this probability."
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Of random choices.")] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="FILE", help="Where parts go, from bigload plan -o. Default: one made for -m."),
-    ] = None,
-    max_memory: MaxMemoryOption = None,
-    from_disk: Annotated[
-        bool, typer.Option("--from-disk", help="No plan: leave all weights in their files and stream them.")
-    ] = False,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "--context", metavar="TOKENS", min=1, help="Longest prompt with its answer. Default: the plan's, or 4096."
-        ),
-    ] = None,
-    prefetch_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--prefetch-bytes", metavar="SIZE", help="Weights that may wait for their block. Default: 2 blocks."
-        ),
-    ] = None,
-    resident_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--resident-bytes",
-            metavar="SIZE",
-            help="Streamed weights that may stay. Default: on the CPU, all that fits.",
-        ),
-    ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Show times, and what streaming weights cost.")] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write a trace of all threads, for chrome://tracing or Perfetto."),
-    ] = None,
-    experts: Annotated[
-        Path | None,
-        typer.Option("--experts", metavar="FILE", help="Record how often each expert was used, for later runs."),
-    ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorMode.AUTO,
+    path: str = argument(..., "MODEL", "Folder of a model: config.json, tokenizer and weights."),
+    prompt: str | None = option(None, "--prompt -p", "TEXT", "What to answer; - reads it from stdin."),
+    chat: bool = option(False, "--chat", "Talk: a prompt a line. Default on a terminal without -p."),
+    file: Path | None = option(
+        None,
+        "--file",
+        "FILE",
+        'Answer each line, {"prompt": ...} or {"messages": [...]}, by a line of JSON; "id" is passed on.',
+    ),
+    random_tokens: int | None = option(
+        None,
+        "--random-tokens",
+        "N",
+        f"No text: time a prompt of N random tokens and {_RANDOM_ANSWER} new ones (-n). Has --stats.",
+        min=1,
+        max=10_000_000,
+    ),
+    repeat: int = option(1, "--repeat", "N", "Runs of --random-tokens.", min=1, max=1000),
+    system: str | None = option(None, "--system", "TEXT", "System message of the conversation."),
+    raw: bool = option(False, "--raw", "Continue the text as it is, without the chat template."),
+    max_new_tokens: int | None = option(
+        None, "--max-new-tokens -n", "N", "Longest answer. Default: what the context leaves room for.", min=1
+    ),
+    temperature: float | None = option(
+        None, "--temperature", "T", "0 takes the most likely token; higher is more random.", min=0
+    ),
+    top_p: float | None = option(
+        None, "--top-p", "P", "Choose among the likeliest tokens of this probability.", min=0, max=1
+    ),
+    seed: int | None = option(None, "--seed", "N", "Of random choices.", min=0),
+    plan: Path | None = option(
+        None, "--plan", "FILE", "Where parts go, from bigload plan -o. Default: one made for -m."
+    ),
+    max_memory: list[str] | None = MAX_MEMORY,
+    from_disk: bool = option(False, "--from-disk", "No plan: leave all weights in their files and stream them."),
+    context: int | None = option(
+        None, "--context", "TOKENS", "Longest prompt with its answer. Default: the plan's, or 4096.", min=1
+    ),
+    prefetch_bytes: str | None = option(
+        None, "--prefetch-bytes", "SIZE", "Weights that may wait for their block. Default: 2 blocks."
+    ),
+    resident_bytes: str | None = option(
+        None, "--resident-bytes", "SIZE", "Streamed weights that may stay. Default: on the CPU, all that fits."
+    ),
+    stats: bool = option(False, "--stats", "Show times, and what streaming weights cost."),
+    trace: Path | None = option(
+        None, "--trace", "FILE", "Write a trace of all threads, for chrome://tracing or Perfetto."
+    ),
+    experts: Path | None = option(None, "--experts", "FILE", "Record how often each expert was used, for later runs."),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+    color: ColorMode = COLOR,
 ) -> None:
     """Answer a prompt with a model, in memory or larger than that.
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from bigload_cli.options import ColorMode, ColorOption, JsonOption, QuietOption
+from bigload_cli.options import COLOR, JSON, QUIET, ColorMode, argument, option
 
 EPILOG = """\b
 Examples:
@@ -20,28 +17,19 @@ Examples:
 
 
 def verify(
-    folder: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIR", help="What has a manifest, by bigload reshard, fetch or manifest: a folder, a location."
-        ),
-    ],
-    size_only: Annotated[
-        bool, typer.Option("--size-only", help="Compare names and sizes; read nothing but the manifest.")
-    ] = False,
-    manifest: Annotated[
-        Path | None,
-        typer.Option("--manifest", metavar="FILE", help="The manifest, where it is not in DIR (bigload manifest -o)."),
-    ] = None,
-    io_threads: Annotated[
-        int | None,
-        typer.Option(
-            "--io-threads", metavar="N", min=1, max=256, help="Blocks read at one moment. Default: 4, remote 16."
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-    color: ColorOption = ColorMode.AUTO,  # noqa: ARG001 - every verb takes it; this one has no table
+    folder: str = argument(
+        ..., "DIR", "What has a manifest, by bigload reshard, fetch or manifest: a folder, a location."
+    ),
+    size_only: bool = option(False, "--size-only", "Compare names and sizes; read nothing but the manifest."),
+    manifest: Path | None = option(
+        None, "--manifest", "FILE", "The manifest, where it is not in DIR (bigload manifest -o)."
+    ),
+    io_threads: int | None = option(
+        None, "--io-threads", "N", "Blocks read at one moment. Default: 4, remote 16.", min=1, max=256
+    ),
+    as_json: bool = JSON,
+    quiet: bool = QUIET,
+    color: ColorMode = COLOR,  # noqa: ARG001 - every verb takes it; this one has no table
 ) -> None:
     """Compare a folder with its manifest.
 
