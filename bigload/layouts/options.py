@@ -14,12 +14,16 @@ from bigload.layouts.choices import VLLM_VERSION, OffloadFormat, Verify
 from bigload.layouts.dtype_rules import DTypeRule
 from bigload.layouts.transforms.transform import Transform
 from bigload.loading.settings import MAX_THREADS
+from bigload.machine.threads.thread_pool import usable_cores
 from bigload.planning.choices import NameScheme
 from bigload.units import KIB, MIB, format_size, parse_size
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 DEFAULT_THREADS = 8
 """Threads wait for the disk most of the time: more than cores, and enough to keep it busy."""
+
+LEAST_VERIFYING_THREADS = 4
+"""Threads that read back and compare need cores: 2 for each, but no fewer than this and no more than the above."""
 
 REMOTE_THREADS = 16
 """Connections to a service: one seldom fills a line, and each waits for two round trips before its first byte."""
@@ -74,7 +78,10 @@ class ReshardOptions:
     @property
     def num_threads(self) -> int:
         """Threads that get enough memory of `max_inflight`."""
-        return min(self.threads or DEFAULT_THREADS, self.max_inflight // LEAST_BYTES_PER_THREAD, MAX_THREADS)
+        wanted = self.threads or DEFAULT_THREADS
+        if self.threads is None and self.verify is Verify.FULL:
+            wanted = min(max(2 * usable_cores(), LEAST_VERIFYING_THREADS), DEFAULT_THREADS)
+        return min(wanted, self.max_inflight // LEAST_BYTES_PER_THREAD, MAX_THREADS)
 
     def value(self, name: str) -> object:
         """Return the option `name`, also one of `layout_options`; `None` where it is not given."""

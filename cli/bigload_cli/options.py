@@ -58,7 +58,7 @@ IO_THREADS = option(
     None,
     "--io-threads --threads",
     "N",
-    "Threads at the disk. By default 4 at most; 16 connections of a remote checkpoint.",
+    "Threads at the disk. By default 4 to 8; 16 connections of a remote checkpoint.",
     min=1,
     max=256,
 )

@@ -127,7 +127,8 @@ def reshard(
         verify: `full`: read everything back and compare it; `size`; or `none`.
         resume: Resume an interrupted run, after reading back what it has written.
         force: Replace an `out` that bigload wrote, and discard an interrupted run.
-        threads: Threads that fill and write; when left out, eight, and 16 where the checkpoint is remote.
+        threads: Threads that fill and write; when left out, eight, or with `verify` `full` two for each core, from
+            four to eight; 16 where the checkpoint is remote.
         max_inflight: Memory for bytes in flight, in bytes or as text; 96 MiB when left out.
         layout_options: Options of a layout that is registered from outside, by name.
         on_progress: Called after every finished window; of a remote checkpoint, for every chunk that has come.

@@ -25,6 +25,7 @@ from bigload.errors import (
     StalePlanError,
     WriteError,
 )
+from bigload.layouts.choices import Verify
 from bigload.layouts.dtype_rules import dtype_rule
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.resharding import execution, rank_share
@@ -162,6 +163,14 @@ def test_resharding_twice_writes_identical_bytes(tiny, out, tmp_path):
 def test_there_is_an_end_to_threads_however_much_memory_they_may_have():
     assert ReshardOptions(threads=MAX_THREADS + 1, max_inflight=2**40).num_threads == MAX_THREADS
     assert ReshardOptions(threads=8, max_inflight=2**20).num_threads == 1
+
+
+def test_what_is_read_back_has_threads_by_cores(monkeypatch):
+    for cores, threads in ((1, 4), (2, 4), (3, 6), (16, 8)):
+        monkeypatch.setattr("bigload.layouts.options.usable_cores", lambda cores=cores: cores)
+        assert ReshardOptions(verify=Verify.FULL).num_threads == threads
+        assert ReshardOptions(verify=Verify.NONE).num_threads == 8
+        assert ReshardOptions(verify=Verify.FULL, threads=7).num_threads == 7
 
 
 def test_a_plan_file_gives_the_same_as_the_plan(tiny, out, tmp_path):
