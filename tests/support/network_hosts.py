@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Host:
     _started: ExitStack
 
     def start(self, *command: object, **environment: str) -> subprocess.Popen:
-        """Start a command on this host, with pipes for what it writes."""
+        """Start a command, with pipes for what it writes. When this returns, it is a process of this host, or ended."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             _within(self._first, *map(str, command)),
@@ -71,6 +72,8 @@ class Host:
             text=True,
         )
         self._started.callback(_closed, process)
+        while process.poll() is None and not _children(process):  # nsenter is still outside: it would outlive the host
+            time.sleep(0.001)
         return process
 
     def die(self) -> None:
@@ -168,7 +171,12 @@ def _closed(process: subprocess.Popen) -> None:
 
 
 def _first_pid(first: subprocess.Popen) -> int:
-    return int(Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text())
+    (pid,) = _children(first)
+    return pid
+
+
+def _children(process: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def _within(first: subprocess.Popen, *command: str, kinds: tuple[str, ...] = _KINDS) -> list[str]:
