@@ -22,7 +22,7 @@ from bigload.bench.fresh_memory import renew
 from bigload.bench.loaded_memory import MemoryKind, digest_of, finish
 from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_read, raw_reads
-from bigload.bench.results.bench_warnings import BenchWarning, Conditions, warnings_for
+from bigload.bench.results.bench_warnings import warnings_for
 from bigload.bench.results.recommendation import Recommendation, best_of, measure_sizes, whole
 from bigload.bench.results.report import BenchReport, PeerResult, RawResult, StrategyResult, phase_shares
 from bigload.bench.runner import Clock, Contender, OnRun, Outcome, run_rounds
@@ -150,7 +150,7 @@ def bench_load(
         raw=raw_results,
         peers=tuple(peer_results),
     )
-    return replace(report, recommendation=bench.recommend(results, sizes=sizes), warnings=_warnings(report))
+    return replace(report, recommendation=bench.recommend(results, sizes=sizes), warnings=warnings_for(report))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,6 @@ class _LoadBench:
         self._reports: dict[str, LoadReport] = {}
 
     def check(self, case: LoadCase) -> str:
-        """Load once, untimed, and return the digest of the tensors."""
         self._on_run(f"{case.name}: checking")
         prepare(self.files, self._cache)
         return digest_of(self.loading(case)())
@@ -315,21 +314,6 @@ def _cache_state(*, cold: bool, warm: bool) -> CacheState:
     if cold and warm:
         raise OptionError("the page cache cannot be cold and warm", hint="choose one of --cold and --warm")
     return CacheState.COLD if cold else CacheState.WARM if warm else CacheState.AS_IS
-
-
-def _warnings(report: BenchReport) -> tuple[BenchWarning, ...]:
-    ours = {result.name: result.seconds for result in report.results}
-    theirs = {peer.name: peer.measured.seconds for peer in report.peers if peer.measured is not None}
-    return warnings_for(
-        Conditions(
-            seconds={**ours, **theirs},
-            cache=report.cache,
-            cached=report.cached,
-            left_in_cache=report.left_in_cache,
-            load_average=report.load_average,
-            num_cores=report.num_cores,
-        )
-    )
 
 
 def _on(device: str, memory: MemoryKind) -> MemoryKind:

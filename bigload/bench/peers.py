@@ -37,7 +37,6 @@ class PeerTarget:
 
     @property
     def files(self) -> list[str]:
-        """Return the paths of the shards."""
         return [str(self.checkpoint.root / shard.file) for shard in self.checkpoint.shards]
 
 

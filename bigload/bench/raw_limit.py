@@ -51,7 +51,6 @@ class RawRead:
 
     @property
     def name(self) -> str:
-        """Return a short name."""
         return f"raw {self.kind}, {counted(self.threads, 'thread')}"
 
 

@@ -9,9 +9,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from bigload.bench.fresh_memory import renew
 from bigload.bench.page_cache_state import CacheState, LeftInCache, prepare
@@ -82,29 +82,11 @@ class Outcome:
     left_in_cache: tuple[LeftInCache, ...]
 
 
-@dataclass(slots=True)
-class _Notes:
-    seconds: list[float] = field(default_factory=list)
-    cached: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-    private_bytes: int = 0
-    file_bytes: int = 0
-
-    def add(self, seconds: float, cached: float | None, peak: int, use: ResidentMemory) -> None:
-        self.seconds.append(seconds)
-        self.cached += (0.0, 1.0) if cached is None else (cached,)
-        self.peak_bytes = max(self.peak_bytes, peak)
-        self.private_bytes = max(self.private_bytes, use.private_bytes)
-        self.file_bytes = max(self.file_bytes, use.file_bytes)
-
-    def measured(self) -> Measured:
-        return Measured(
-            seconds=tuple(self.seconds),
-            peak_bytes=self.peak_bytes,
-            peak_private_bytes=self.private_bytes,
-            peak_file_bytes=self.file_bytes,
-            cached=(min(self.cached), max(self.cached)),
-        )
+class _Run(NamedTuple):
+    seconds: float
+    cached: float | None
+    peak_bytes: int
+    use: ResidentMemory
 
 
 def run_rounds(
@@ -122,7 +104,7 @@ def run_rounds(
     Before each turn the allocator gives back what it keeps, the page cache of `files` is brought into the state
     `cache`, and `renewed_bytes` of free memory are touched (`fresh_memory`): about as much as a run takes.
     """
-    notes = {contender.name: _Notes() for contender in contenders}
+    timed: dict[str, list[_Run]] = {contender.name: [] for contender in contenders}
     failures: dict[str, BaseException] = {}
     left: dict[str, LeftInCache] = {}
     for number in range(runs):
@@ -140,13 +122,13 @@ def run_rounds(
                     for _ in range(contender.warm_ups):
                         run()
                     for _ in range(contender.repeats):
-                        _time(run, notes[contender.name], files, clock)
+                        timed[contender.name].append(_time(run, files, clock))
                     del run  # the next contender starts without its memory
             except Exception as error:
                 if not contender.may_fail:
                     raise
                 failures[contender.name] = error.with_traceback(None)  # whose frames would hold memory
-    measured = {name: note.measured() for name, note in notes.items() if name not in failures and note.seconds}
+    measured = {name: _measured(each) for name, each in timed.items() if name not in failures and each}
     return Outcome(measured=measured, failures=failures, left_in_cache=tuple(left.values()))
 
 
@@ -162,7 +144,7 @@ def rotated(items: Sequence[Item], by: int) -> list[Item]:
     return [items[(by + step * place) % len(items)] for place in range(len(items))]
 
 
-def _time(run: Callable[[], object], notes: _Notes, files: Sequence[Path], clock: Clock) -> None:
+def _time(run: Callable[[], object], files: Sequence[Path], clock: Clock) -> _Run:
     cached = cached_fraction(files)
     reset_peak()
     sampler = MemorySampler()
@@ -171,5 +153,16 @@ def _time(run: Callable[[], object], notes: _Notes, files: Sequence[Path], clock
         held = run()
         seconds = clock() - began
         peak = peak_bytes()
-    notes.add(seconds, cached, peak, sampler.peak)
     del held  # freed only now: freeing is not part of a load
+    return _Run(seconds, cached, peak, sampler.peak)
+
+
+def _measured(runs: Sequence[_Run]) -> Measured:
+    cached = [share for run in runs for share in ((0.0, 1.0) if run.cached is None else (run.cached,))]
+    return Measured(
+        seconds=tuple(run.seconds for run in runs),
+        peak_bytes=max(run.peak_bytes for run in runs),
+        peak_private_bytes=max(run.use.private_bytes for run in runs),
+        peak_file_bytes=max(run.use.file_bytes for run in runs),
+        cached=(min(cached), max(cached)),
+    )

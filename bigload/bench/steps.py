@@ -13,14 +13,7 @@ WORTH_TELLING_BYTES = GIB
 
 
 class Steps:
-    """Adds the bytes that are through, and the time left, to the words before each step.
-
-    Args:
-        on_run: Called with the words.
-        total_bytes: Bytes of all steps; may be set anew once more is known.
-        step_bytes: Bytes of one step.
-        clock: Seconds that only go forward; not the one that takes times.
-    """
+    """Adds the bytes that are through, and the time left, to the words before each step."""
 
     def __init__(
         self, on_run: Callable[[str], None], *, total_bytes: int, step_bytes: int, clock: Clock = time.monotonic

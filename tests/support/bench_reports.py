@@ -4,9 +4,8 @@ from bigload.bench.cases import LoadCase
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.page_cache_state import CacheState, LeftInCache
 from bigload.bench.raw_limit import RawKind, RawRead
-from bigload.bench.results.bench_warnings import BenchWarning
 from bigload.bench.results.recommendation import Recommendation, SizeMeasured
-from bigload.bench.results.report import BenchReport, PeerResult, RawResult, StrategyResult
+from bigload.bench.results.report import BenchReport, BenchWarning, PeerResult, RawResult, StrategyResult
 from bigload.bench.runner import Measured
 from bigload.loading.settings import Method
 from bigload.machine.threads.activities import Activity, Phase

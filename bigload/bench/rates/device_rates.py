@@ -48,18 +48,7 @@ _LINK_BYTES = 256 * MIB
 def device_profile(
     device: torch.device, *, name: str, weight_bytes: int, seconds: float, on_run: Callable[[str], None]
 ) -> DeviceProfile:
-    """Measure `device`, which the system calls `name`.
-
-    Args:
-        device: The CPU or an accelerator.
-        name: As the system calls it.
-        weight_bytes: Of the weights that are taken in turn.
-        seconds: For each figure.
-        on_run: Called with a few words before each figure.
-
-    Raises:
-        torch.OutOfMemoryError: the device has none.
-    """
+    """Measure `device`, which the system calls `name`, with so many bytes of weights and seconds for each figure."""
     timed = _Timer(device, seconds)
     with torch.no_grad():
         memory = _filled(device, weight_bytes)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from bigload.bench.page_cache_state import CacheState, LeftInCache
+from bigload.bench.page_cache_state import CacheState
+from bigload.bench.results.report import BenchReport, BenchWarning
 from bigload.bench.results.statistics import outliers, summarize
 from bigload.units import counted, format_size
 
@@ -13,63 +13,39 @@ NOISY = 0.1
 SLOW_START = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class BenchWarning:
-    """A stable `code`, and a sentence that names the option that helps, if there is one."""
-
-    code: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conditions:
-    """Seconds of every run by name, and the state of the machine.
-
-    `cached` is the least and the largest cached share of the files at the start of a run; `load_average` that before
-    the bench, `None` if unknown.
-    """
-
-    seconds: Mapping[str, Sequence[float]]
-    cache: CacheState
-    cached: tuple[float, float]
-    left_in_cache: Sequence[LeftInCache]
-    load_average: float | None
-    num_cores: int
-
-
-def warnings_for(conditions: Conditions) -> tuple[BenchWarning, ...]:
-    """Return the warnings about figures measured under `conditions`, the page cache first."""
+def warnings_for(report: BenchReport) -> tuple[BenchWarning, ...]:
+    """Return the warnings about the figures of `report`, the page cache first."""
     return (
-        *_about_the_cache(conditions),
-        *_about_the_machine(conditions),
-        *_about_the_runs(conditions),
+        *_about_the_cache(report),
+        *_about_the_machine(report),
+        *_about_the_runs(report),
     )
 
 
-def _about_the_cache(conditions: Conditions) -> Iterator[BenchWarning]:
-    least, largest = conditions.cached
-    left = conditions.left_in_cache
-    if conditions.cache is CacheState.COLD and left:
+def _about_the_cache(report: BenchReport) -> Iterator[BenchWarning]:
+    least, largest = report.cached
+    left = report.left_in_cache
+    if report.cache is CacheState.COLD and left:
         known = sum(file.num_bytes or 0 for file in left)
         what = f"could not evict {format_size(known)}" if known else "may not have evicted all"
         reasons = "; ".join(dict.fromkeys(file.reason for file in left))
         files = left[0].file if len(left) == 1 else f"{left[0].file} and {len(left) - 1} more"
         yield BenchWarning("eviction-incomplete", f"--cold {what} of {files}: {reasons}")
-    elif least <= 0.99 and largest >= 0.01 and conditions.cache is not CacheState.COLD:
+    elif least <= 0.99 and largest >= 0.01 and report.cache is not CacheState.COLD:
         words = f"{least:.0%} to {largest:.0%} of the files were cached when runs began"
         help_ = (
             "memory is too short to keep them all"
-            if conditions.cache is CacheState.WARM
+            if report.cache is CacheState.WARM
             else "--warm reads them before each run, --cold drops them"
         )
         yield BenchWarning("cache-mixed", f"{words}: {help_}")
-    elif least > 0.99 and conditions.cache is CacheState.AS_IS:
+    elif least > 0.99 and report.cache is CacheState.AS_IS:
         text = "the page cache was warm: these are memory speeds (--cold drops it before each run)"
         yield BenchWarning("cache-warm", text)
 
 
-def _about_the_machine(conditions: Conditions) -> Iterator[BenchWarning]:
-    load, cores = conditions.load_average, conditions.num_cores
+def _about_the_machine(report: BenchReport) -> Iterator[BenchWarning]:
+    load, cores = report.load_average, report.num_cores
     if load is not None and load > 0.5 * cores:
         yield BenchWarning(
             "machine-busy",
@@ -78,15 +54,15 @@ def _about_the_machine(conditions: Conditions) -> Iterator[BenchWarning]:
         )
 
 
-def _about_the_runs(conditions: Conditions) -> Iterator[BenchWarning]:
-    seconds = conditions.seconds
+def _about_the_runs(report: BenchReport) -> Iterator[BenchWarning]:
+    seconds = report.seconds
     if any(len(runs) == 1 for runs in seconds.values()):
         yield BenchWarning("single-run", "a single run says nothing about noise (--runs)")
         return
     spreads = {name: summarize(runs).relative_spread for name, runs in seconds.items()}
     slow = [name for name, runs in seconds.items() if len(runs) > 2 and runs[0] > SLOW_START * max(runs[1:])]
     if slow:
-        help_ = "" if conditions.cache is not CacheState.AS_IS else " (--warm reads the files before)"
+        help_ = "" if report.cache is not CacheState.AS_IS else " (--warm reads the files before)"
         yield BenchWarning("slow-first-run", f"the first run of {_listed(slow)} was much slower than all others{help_}")
     odd = [name for name, runs in seconds.items() if set(outliers(runs)) - ({0} if name in slow else set())]
     if odd:

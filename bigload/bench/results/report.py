@@ -9,13 +9,20 @@ from bigload.bench.cases import LoadCase
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.page_cache_state import CacheState, LeftInCache
 from bigload.bench.raw_limit import RawRead
-from bigload.bench.results.bench_warnings import BenchWarning
 from bigload.bench.results.recommendation import Recommendation
 from bigload.bench.results.statistics import Ratio, Summary, ratio, summarize
 from bigload.bench.runner import Measured
 from bigload.loading.report import LoadReport
 from bigload.loading.settings import Method
 from bigload.machine.threads.activities import Activity, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class BenchWarning:
+    """A stable `code`, and a sentence that names the option that helps, if there is one."""
+
+    code: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +150,13 @@ class BenchReport:
         return "cold" if largest < 0.01 else "warm" if least > 0.99 else "mixed"
 
     @property
+    def seconds(self) -> Mapping[str, tuple[float, ...]]:
+        """Seconds of every run of each case and each peer, by name."""
+        ours = {result.name: result.seconds for result in self.results}
+        return ours | {peer.name: peer.measured.seconds for peer in self.peers if peer.measured is not None}
+
+    @property
     def is_identical(self) -> bool:
-        """Whether all strategies loaded the same bytes."""
         return len({result.sha256 for result in self.results}) == 1
 
     @property

@@ -24,7 +24,6 @@ class Summary:
 
     @property
     def relative_spread(self) -> float:
-        """Standard deviation as a part of the mean."""
         return self.stddev / self.mean if self.mean else 0.0
 
 

@@ -1,24 +1,23 @@
 import pytest
 
+from bench_reports import report_of, strategy
 from bigload.bench.page_cache_state import CacheState, LeftInCache
-from bigload.bench.results.bench_warnings import Conditions, warnings_for
+from bigload.bench.results.bench_warnings import warnings_for
+from bigload.loading.settings import Method
 
 STEADY = (1.0, 1.01, 0.99, 1.0, 1.0)
 
 
-def conditions(*seconds, cache=CacheState.WARM, cached=(1.0, 1.0), left=(), load=0.1):
-    return Conditions(
-        seconds={f"case {number}": runs for number, runs in enumerate(seconds or (STEADY,))},
+def found(*seconds, cache=CacheState.WARM, cached=(1.0, 1.0), left=(), load=0.1):
+    report = report_of(
+        *(strategy(number, Method.READ, *runs) for number, runs in enumerate(seconds or (STEADY,), start=1)),
         cache=cache,
         cached=cached,
         left_in_cache=left,
         load_average=load,
         num_cores=2,
     )
-
-
-def found(*seconds, **changes):
-    return {warning.code: warning.text for warning in warnings_for(conditions(*seconds, **changes))}
+    return {warning.code: warning.text for warning in warnings_for(report)}
 
 
 def test_steady_runs_from_a_cache_in_the_state_that_was_asked_for_give_no_warning():
@@ -59,18 +58,18 @@ def test_an_eviction_that_cannot_be_checked_is_told():
 
 def test_a_slow_first_run_is_named_once_and_not_called_an_outlier():
     warnings = found((3.0, 1.0, 1.01, 0.99, 1.0), cache=CacheState.AS_IS, cached=(0.0, 0.0))
-    assert "case 0" in warnings["slow-first-run"]
+    assert "read, 1 thread" in warnings["slow-first-run"]
     assert "--warm" in warnings["slow-first-run"]
     assert "outliers" not in warnings
 
 
 def test_an_outlier_is_told():
-    assert "case 1" in found(STEADY, (1.0, 1.01, 5.0, 0.99, 1.0))["outliers"]
+    assert "read, 2 threads" in found(STEADY, (1.0, 1.01, 5.0, 0.99, 1.0))["outliers"]
 
 
 def test_the_widest_spread_is_told():
     # Mean 1.5, sample deviation sqrt(0.5).
-    assert "47% (case 1)" in found(STEADY, (1.0, 2.0))["noisy"]
+    assert "47% (read, 2 threads)" in found(STEADY, (1.0, 2.0))["noisy"]
 
 
 def test_a_single_run_is_told_and_nothing_else_is_made_of_it():
@@ -79,4 +78,4 @@ def test_a_single_run_is_told_and_nothing_else_is_made_of_it():
 
 def test_many_names_are_counted():
     slow = (3.0, 1.0, 1.01, 0.99, 1.0)
-    assert "case 0, case 1 and 2 more" in found(slow, slow, slow, slow)["slow-first-run"]
+    assert "read, 1 thread, read, 2 threads and 2 more" in found(slow, slow, slow, slow)["slow-first-run"]
