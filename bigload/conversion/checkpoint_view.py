@@ -25,7 +25,6 @@ class CheckpointView(NamedTuple):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> CheckpointView:
-        """Return the tensors as they are stored."""
         return cls(checkpoint=checkpoint, tensors=checkpoint.stored)
 
     def sources(self, name: str) -> tuple[str, ...]:
@@ -39,7 +38,6 @@ class CheckpointView(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property

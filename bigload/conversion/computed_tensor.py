@@ -37,17 +37,14 @@ class OperandRows(NamedTuple):
 
     @classmethod
     def all_of(cls, tensor: Operand, *, is_recent: bool = False) -> OperandRows:
-        """Return all rows of `tensor`."""
         return cls(tensor, 0, num_rows(tensor), is_recent)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return self.tensor.num_bytes // max(num_rows(self.tensor), 1)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
         return (self.stop - self.start) * self.row_bytes
 
 
@@ -65,24 +62,30 @@ class Scratch(Protocol):
         ...
 
 
-class Operation(Protocol):
-    """Computation of a tensor's rows, as a value: equal ones compute equal rows, and `repr` tells them apart.
+class Operation:
+    """Computation of a tensor's rows, as a value: a base of frozen dataclasses.
 
-    Attributes:
-        row_multiple: Rows are asked for from a multiple of this on, and up to one, or to the last row.
+    Equal ones compute equal rows, and `repr` tells others apart.
     """
 
     @property
-    def row_multiple(self) -> int: ...
+    def row_multiple(self) -> int:
+        """Rows are asked for from a multiple of this on, and up to one, or to the last row."""
+        return 1
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """All that is read for the whole tensor."""
-        ...
+        """All that is read for the whole tensor: the fields that are tensors, or tuples of tensors."""
+        found: list[Operand] = []
+        for value in vars(self).values():
+            several = value if isinstance(value, tuple) else (value,)
+            if several and isinstance(several[0], Operand):
+                found += several
+        return tuple(found)
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return what is needed for rows `start` to `stop`."""
-        ...
+        """Return what is needed for rows `start` to `stop`: by default, the same rows of all operands."""
+        return [OperandRows(each, start, stop) for each in self.operands]
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
         """Return rows `start` to `stop`, of shape [rows, columns], from the operands that `rows_for` named.
@@ -92,7 +95,7 @@ class Operation(Protocol):
         the tensor's: it is cast once, when it is written, and an operand that is computed comes as it was computed.
         It may lie in `scratch`, as long as the next call with that. Several threads call this at once.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from bigload.conversion.arithmetic.rounded_weights import (
     RoundedWeights,
     Rounding,
     ScalesOfWeights,
-    ShapeOfWeights,
 )
-from bigload.conversion.arithmetic.unchanged import Unchanged
+from bigload.conversion.arithmetic.unchanged import ConstantRow, Unchanged
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
 from bigload.dtypes import DTYPES, DType
 from bigload.errors import OptionError
@@ -203,7 +202,7 @@ def _parts(source: Operand, rounding: Rounding, known: KnownScales) -> list[Oper
         ComputedTensor(f"{module}.{scale}", scale_dtype, rounding.grid(rows, columns), scales),
     ]
     if rounding.is_packed:
-        parts.append(ComputedTensor(f"{module}.weight_shape", DTYPES["I64"], (2,), ShapeOfWeights(source)))
+        parts.append(ComputedTensor(f"{module}.weight_shape", DTYPES["I64"], (2,), ConstantRow(shape_of(source))))
     return list(parts)
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Operation, Scratch
 from bigload.dtypes import DType
 from bigload.errors import CheckpointError
 
@@ -53,7 +53,7 @@ class QuantisedScales:
 
 
 @dataclass(frozen=True)
-class FourBitWeights:
+class FourBitWeights(Operation):
     """Rows of a weight.
 
     Attributes:
@@ -73,7 +73,6 @@ class FourBitWeights:
     numbers: str
     dtype: DType
     nested: QuantisedScales | None = None
-    row_multiple: int = 1
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -99,7 +98,6 @@ class FourBitWeights:
         return rows
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the weights."""
         import torch
 
         packed, absmax, *nested = (each.flatten() for each in operands)

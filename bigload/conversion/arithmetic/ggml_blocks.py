@@ -15,6 +15,7 @@ from bigload.conversion.computed_tensor import (
     Operand,
     OperandRows,
     Operands,
+    Operation,
     Scratch,
     num_rows,
     shape_of,
@@ -30,7 +31,7 @@ _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True)
-class GgmlValues:
+class GgmlValues(Operation):
     """Rows of a tensor of a GGUF file, decoded.
 
     Attributes:
@@ -48,17 +49,7 @@ class GgmlValues:
         """The rows of a head, where they are rearranged."""
         return num_rows(self.tensor) // self.num_heads if self.num_heads and len(self.tensor.shape) > 1 else 1
 
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The stored tensor."""
-        return (self.tensor,)
-
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return the same rows."""
-        return (OperandRows(self.tensor, start, stop),)
-
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return their values, in transformers' order."""
         (rows,) = operands
         decode = DECODERS.get(self.tensor.dtype.name)
         values = rows if decode is None else _decoded(rows, decode, self.tensor.dtype.block_bytes)
@@ -75,7 +66,7 @@ class GgmlValues:
 
 
 @dataclass(frozen=True)
-class TransposedExperts:
+class TransposedExperts(Operation):
     """Experts [experts, inputs, outputs] of stored ones [experts, outputs, inputs], decoded; or a single matrix.
 
     The outputs of several tensors follow each other, or take turns, as those of gate and up in gpt-oss.
@@ -89,11 +80,6 @@ class TransposedExperts:
         """The elements of a block, which lie along the inputs."""
         return self.tensors[0].dtype.block_elements
 
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The stored tensors."""
-        return self.tensors
-
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
         """Return all of the experts that the rows are of: a row lies across them."""
         *_, outputs, inputs = shape_of(self.tensors[0])
@@ -104,7 +90,6 @@ class TransposedExperts:
         ]
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return their values."""
         import torch
 
         inputs, count = shape_of(self.tensors[0])[-1], len(self.tensors)
@@ -128,55 +113,36 @@ class TransposedExperts:
 
 
 @dataclass(frozen=True)
-class InterleavedRows:
+class InterleavedRows(Operation):
     """Rows in which the elements of those of several tensors take turns."""
 
     tensors: tuple[TensorInfo, ...]
-    row_multiple: int = 1
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The tensors."""
-        return self.tensors
-
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return the same rows of each."""
-        return [OperandRows(each, start, stop) for each in self.tensors]
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the rows."""
         import torch
 
         return torch.stack(list(operands), dim=-1).flatten(1)
 
 
 @dataclass(frozen=True)
-class EverySecond:
+class EverySecond(Operation):
     """Every second row of a tensor, or every second element of its rows, from number `part` on."""
 
     tensor: Operand
     part: int
     is_of_rows: bool = True
-    row_multiple: int = 1
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The tensor."""
-        return (self.tensor,)
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return twice as many rows, or the same ones."""
         step = 2 if self.is_of_rows else 1
         return [OperandRows(self.tensor, step * start, step * stop)]
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the rows."""
         (rows,) = operands
         return rows[self.part :: 2] if self.is_of_rows else rows[:, self.part :: 2]
 
 
 @dataclass(frozen=True)
-class Mxfp4Rows:
+class Mxfp4Rows(Operation):
     """Rows of ggml's MXFP4 of blocks [experts, outputs, inputs / 32, 16] and their scales, as transformers has them.
 
     ggml puts the scale before a block, and elements 16 to 31 into the high halves of bytes, not every second one.
@@ -184,20 +150,12 @@ class Mxfp4Rows:
 
     blocks: TensorInfo
     scales: TensorInfo
-    row_multiple: int = 1
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """Blocks and scales."""
-        return self.blocks, self.scales
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return the blocks and the scales of the rows."""
         count = self.scales.shape[-1]
         return OperandRows(self.blocks, start * count, stop * count), OperandRows(self.scales, start, stop)
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the rows as bytes."""
         import torch
 
         blocks, scales = operands

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bigload.conversion.arithmetic.unchanged import Unchanged
-from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch, num_rows, shape_of
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Operation, Scratch, num_rows, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ _BLOCK = 32
 
 
 @dataclass(frozen=True)
-class GgmlRows:
+class GgmlRows(Operation):
     """Rows of a tensor as a GGUF file has them; the inverse of `ggml_blocks.GgmlValues`.
 
     Attributes:
@@ -41,11 +41,6 @@ class GgmlRows:
         is_vector = len(shape_of(self.tensors[0])) == 1
         return num_rows(self.tensors[0]) // self.num_heads if self.num_heads and not is_vector else 1
 
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The tensor, or those of all experts."""
-        return self.tensors
-
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
         """Return the same rows, of the experts that have them."""
         height = num_rows(self.tensors[0])
@@ -56,7 +51,6 @@ class GgmlRows:
         ]
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return their values, or their blocks."""
         import torch
 
         values = torch.cat(list(operands)) if len(operands) > 1 else operands[0]
@@ -73,26 +67,7 @@ class GgmlRows:
 
 
 @dataclass(frozen=True)
-class ConstantRow:
-    """A vector of given numbers."""
-
-    values: tuple[float, ...]
-    row_multiple: int = 1
-    operands: tuple[Operand, ...] = ()
-
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return nothing: it is computed from no tensor."""
-        return ()
-
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the numbers as float32."""
-        import torch
-
-        return torch.tensor([self.values], dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class ReorderedRows:
+class ReorderedRows(Operation):
     """Blocks of `size` rows of all `tensors`, numbered through, in another order; of vectors, blocks of elements."""
 
     tensors: tuple[Operand, ...]
@@ -107,11 +82,6 @@ class ReorderedRows:
     @property
     def _is_vector(self) -> bool:
         return len(shape_of(self.tensors[0])) == 1
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The tensors."""
-        return self.tensors
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
         """Return the rows of each block, those of neighbours together."""
@@ -129,7 +99,6 @@ class ReorderedRows:
         return found
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the rows."""
         import torch
 
         joined = torch.cat(list(operands), dim=1 if self._is_vector else 0)
@@ -143,7 +112,6 @@ class NegatedExponential(Unchanged):
     is_inverse: bool = False
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return their values in float32."""
         values = operands[0].float()
         return values.neg().log() if self.is_inverse else values.exp().neg()
 

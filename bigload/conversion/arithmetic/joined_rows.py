@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch, shape_of
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Operation, Scratch, shape_of
 from bigload.conversion.strided_pieces import PiecedTensor
 
 if TYPE_CHECKING:
@@ -25,12 +25,11 @@ class RowRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class JoinedRows:
+class JoinedRows(Operation):
     """All `ranges` below one another, equally wide; of vectors, beside one another."""
 
     ranges: tuple[RowRange, ...]
     is_vector: bool = False
-    row_multiple: int = 1
 
     @classmethod
     def of(cls, made: PiecedTensor, tensors: Mapping[str, Operand]) -> JoinedRows:
@@ -56,11 +55,9 @@ class JoinedRows:
         return tuple({id(each.tensor): each.tensor for each in self.ranges}.values())
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return the rows of each tensor."""
         return [OperandRows(each.tensor, each.start, each.stop) for each in self._between(start, stop)]
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the columns of them."""
         import torch
 
         ranges = self._between(start, stop)

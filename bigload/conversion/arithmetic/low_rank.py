@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch, num_rows, shape_of
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Operation, Scratch, num_rows, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LowRankSum:
+class LowRankSum(Operation):
     """Rows of `base` with those of a product of two small matrices added.
 
     Attributes:
@@ -48,14 +48,7 @@ class LowRankSum:
             return num_rows(self.base) if self.magnitude is not None else 1
         return prod(shape_of(self.base)[1:-1])
 
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The weight and the matrices of the adapter."""
-        extra = (each for each in (self.magnitude, self.unmerged) if each is not None)
-        return (self.base, self.down, self.up, *extra)
-
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return rows of the weight and the adapter's matrices."""
         small = (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
         weights = (self.base,) if self.unmerged is None else (self.base, self.unmerged)
         return (
@@ -64,7 +57,6 @@ class LowRankSum:
         )
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the sum, and with DoRA each output of it at its magnitude."""
         import torch
 
         down, up, *others = (_wide(each, f"float32 {number}", scratch) for number, each in enumerate(operands))
@@ -90,7 +82,7 @@ class LowRankSum:
 
 
 @dataclass(frozen=True)
-class StackedLowRankSum:
+class StackedLowRankSum(Operation):
     """The same for weights of all experts in one tensor, as PEFT's `ParamWrapper` has it.
 
     Attributes:
@@ -106,20 +98,12 @@ class StackedLowRankSum:
     up: TensorInfo
     scale: float
     is_transposed: bool = False
-    row_multiple: int = 1
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The weights and the matrices of the adapter."""
-        return self.base, self.down, self.up
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return rows of the weights and the adapter's matrices."""
         small = (OperandRows.all_of(each, is_recent=True) for each in (self.down, self.up))
         return OperandRows(self.base, start, stop), *small
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the sum, expert by expert."""
         base, down, up = (each.float() for each in operands)
         experts, rows, _ = shape_of(self.base)
         down = down.reshape(experts, -1, down.shape[-1])
@@ -137,25 +121,14 @@ class StackedLowRankSum:
 
 
 @dataclass(frozen=True)
-class ScaledSum:
+class ScaledSum(Operation):
     """`base + scale * other`: a bias with that of an adapter (`lora_bias`)."""
 
     base: Operand
     other: TensorInfo
     scale: float
-    row_multiple: int = 1
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """Both."""
-        return self.base, self.other
-
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return the same rows of both."""
-        return tuple(OperandRows(each, start, stop) for each in self.operands)
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the sum."""
         base, other = (each.float() for each in operands)
         return base + other * self.scale
 

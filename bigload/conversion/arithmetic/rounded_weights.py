@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch, shape_of
+from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Operation, Scratch, shape_of
 from bigload.errors import CheckpointError
 from bigload.units import MIB
 
@@ -180,7 +180,7 @@ class KnownScales:
 
 
 @dataclass(frozen=True)
-class RoundedWeights:
+class RoundedWeights(Operation):
     """The numbers that the rows of `source`, a matrix, are rounded to."""
 
     source: Operand
@@ -189,20 +189,9 @@ class RoundedWeights:
 
     @property
     def row_multiple(self) -> int:
-        """Rows that share scales."""
         return self.rounding.block[0]
 
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The matrix."""
-        return (self.source,)
-
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return the same rows."""
-        return (OperandRows(self.source, start, stop),)
-
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the numbers."""
         codes, scales = self.rounding.codes(_stored_form(self.source, operands[0]), self.source.name, scratch)
         num_rows = self.rounding.grid(*shape_of(self.source))[0]
         self.scales.put(self.source.name, start // self.row_multiple, scales, num_rows)
@@ -210,21 +199,14 @@ class RoundedWeights:
 
 
 @dataclass(frozen=True)
-class ScalesOfWeights:
+class ScalesOfWeights(Operation):
     """The scales that `RoundedWeights` of the same matrix are multiplied by: a row for each row of blocks."""
 
     source: Operand
     rounding: Rounding
     scales: KnownScales = field(compare=False, repr=False)
-    row_multiple: int = 1
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The matrix."""
-        return (self.source,)
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return the rows of the blocks."""
         rows = self.rounding.block[0]
         return (OperandRows(self.source, start * rows, stop * rows),)
 
@@ -233,27 +215,7 @@ class ScalesOfWeights:
         return self.scales.take(self.source.name, start, stop)
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the scales."""
         return self.rounding.scales(_stored_form(self.source, operands[0]), self.source.name, scratch)
-
-
-@dataclass(frozen=True)
-class ShapeOfWeights:
-    """The shape of `source` as a vector of two numbers, which packed words do not tell."""
-
-    source: Operand
-    row_multiple: int = 1
-    operands: tuple[Operand, ...] = ()
-
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return nothing: it is known beforehand."""
-        return ()
-
-    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the numbers."""
-        import torch
-
-        return torch.tensor([shape_of(self.source)], dtype=torch.int64)
 
 
 def _stored_form(source: Operand, values: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch
+from bigload.conversion.computed_tensor import OperandRows, Operands, Operation, Scratch
 from bigload.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ScaledWeights:
+class ScaledWeights(Operation):
     """Rows of a weight [rows, columns].
 
     Attributes:
@@ -41,12 +41,6 @@ class ScaledWeights:
     bits: int = 0
     zero_point: TensorInfo | None = None
     factor: float = 1.0
-    row_multiple: int = 1
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """Numbers, scales and zero points."""
-        return (self.stored, self.scale) if self.zero_point is None else (self.stored, self.scale, self.zero_point)
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
         """Return the same rows of the numbers, and those of the grid that they lie in."""
@@ -58,7 +52,6 @@ class ScaledWeights:
         return rows
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the weights."""
         import torch
 
         stored, scale, *zero_point = operands

@@ -18,7 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from bigload.checkpoint.model import TensorInfo
-from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch, num_rows
+from bigload.conversion.computed_tensor import OperandRows, Operands, Operation, Scratch, num_rows
 from bigload.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 
 @dataclass(frozen=True)
-class PackedIntegers:
+class PackedIntegers(Operation):
     """`(number - zero point) * scale` in float32, of one matrix.
 
     Attributes:
@@ -53,18 +53,10 @@ class PackedIntegers:
     is_less_one: bool = False
     row_multiple: int = 32
 
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """Words, zero points, scales and maybe groups."""
-        groups = () if self.groups is None else (self.groups,)
-        return self.words, self.zero_points, self.scales, *groups
-
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return all rows of all operands."""
         return [OperandRows(each, 0, num_rows(each), is_recent=True) for each in self.operands]
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the weights."""
         import torch
 
         words, zeros, scales, *groups = operands
@@ -104,7 +96,7 @@ class PackedIntegers:
 
 
 @dataclass(frozen=True)
-class TransposedMxfp4:
+class TransposedMxfp4(Operation):
     """Experts [experts, inputs, outputs] of blocks [experts, outputs, inputs / 32, 16] and their scales.
 
     A number times its scale, in float32, which is exact in bfloat16.
@@ -113,11 +105,6 @@ class TransposedMxfp4:
     blocks: TensorInfo
     scales: TensorInfo
     row_multiple: int = 32
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """Blocks and scales."""
-        return self.blocks, self.scales
 
     def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
         """Return all blocks and scales of the experts that the rows are of."""
@@ -130,7 +117,6 @@ class TransposedMxfp4:
         ]
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return the weights."""
         import torch
 
         _, outputs, groups, _ = self.blocks.shape

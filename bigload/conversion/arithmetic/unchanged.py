@@ -1,33 +1,34 @@
-"""Values as they are: a tensor that is written in another dtype than it is stored in, whatever others are cast to."""
+"""Values as they are: those of a tensor, written in a dtype of their own whatever others become, or given numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bigload.conversion.computed_tensor import Operand, OperandRows, Operands, Scratch
+from bigload.conversion.computed_tensor import Operand, Operands, Operation, Scratch
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class Unchanged:
+class Unchanged(Operation):
     """The rows of `tensor`."""
 
     tensor: Operand
-    row_multiple: int = 1
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The tensor."""
-        return (self.tensor,)
-
-    def rows_for(self, start: int, stop: int) -> Sequence[OperandRows]:
-        """Return the same rows."""
-        return (OperandRows(self.tensor, start, stop),)
 
     def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
-        """Return them."""
         return operands[0]
+
+
+@dataclass(frozen=True)
+class ConstantRow(Operation):
+    """A vector of given numbers, which are all whole or are written as float32."""
+
+    values: tuple[float, ...]
+
+    def compute(self, start: int, stop: int, operands: Operands, scratch: Scratch) -> torch.Tensor:
+        import torch
+
+        is_whole = all(isinstance(value, int) for value in self.values)
+        return torch.tensor([self.values], dtype=torch.int64 if is_whole else torch.float32)

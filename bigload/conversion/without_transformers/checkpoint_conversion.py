@@ -82,7 +82,6 @@ class Naming:
 
     @classmethod
     def of(cls, model: ModelClass, stored: Iterable[str]) -> Naming:
-        """Return the naming of tensors of these names."""
         # Of converters with a source pattern in common, transformers takes the last.
         by_source = {source: rule for rule in model.rules if rule.kind == "convert" for source in rule.sources}
         targets: dict[str, Gathered] = {}

@@ -30,7 +30,8 @@ from bigload.checkpoint.formats.registry import GGUF, read_shard_header
 from bigload.checkpoint.model import AssembledTensor, Checkpoint, TensorInfo
 from bigload.checkpoint.sources.small_reads import opened_range
 from bigload.conversion.arithmetic.ggml_blocks import GgmlValues, Mxfp4Rows
-from bigload.conversion.arithmetic.ggml_rows import ConstantRow, GgmlRows
+from bigload.conversion.arithmetic.ggml_rows import GgmlRows
+from bigload.conversion.arithmetic.unchanged import ConstantRow
 from bigload.conversion.computed_tensor import ComputedTensor, Operand, shape_of
 from bigload.conversion.gguf_rules import to_gguf
 from bigload.dtypes import DTYPES, STORED_DTYPES, DType
