@@ -84,12 +84,10 @@ class OutputTensor(_TensorFields):
 
     @property
     def is_computed(self) -> bool:
-        """Whether its elements are computed from those of stored tensors."""
         return isinstance(self.source, ComputedTensor)
 
     @property
     def is_view(self) -> bool:
-        """Whether the stored tensor is not stored row by row."""
         return isinstance(self.source, TensorInfo) and self.source.strides is not None
 
 
@@ -157,12 +155,10 @@ class OutputFile:
 
     @property
     def header_bytes(self) -> int:
-        """Length of `header`."""
         return self._header_facts[0]
 
     @property
     def header_sha256(self) -> str:
-        """SHA-256 of `header`, in hexadecimal."""
         return self._header_facts[1]
 
     @cached_property

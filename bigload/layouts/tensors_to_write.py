@@ -31,7 +31,6 @@ class TensorsToWrite:
 
     @classmethod
     def stored_in(cls, checkpoint: Checkpoint, *, notes: tuple[str, ...] = ()) -> Self:
-        """Return the tensors as they are."""
         return cls(checkpoint=checkpoint, sources=checkpoint.assembled, notes=notes)
 
     @classmethod

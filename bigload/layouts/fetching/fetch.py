@@ -94,7 +94,6 @@ class FetchReport:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that this run brought."""
         return self.num_bytes - self.kept_bytes
 
 

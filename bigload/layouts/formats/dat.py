@@ -79,7 +79,6 @@ class DatForm(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its elements."""
         return prod(self.shape) * self.dtype.bits // 8
 
     def size_problem(self, file_bytes: int) -> str | None:

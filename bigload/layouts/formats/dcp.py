@@ -35,7 +35,6 @@ class Item:
 
     @property
     def length(self) -> int:
-        """Bytes of the archive."""
         return len(self.before) + self.num_bytes + len(self.after)
 
 

@@ -206,7 +206,6 @@ class RanksFolder:
         return self.tp * self.pp
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """Return the stages that hold the tensor `name`."""
         return self.stages.get(name, (0,))
 
     def stage(self, stage: int) -> RanksFolder:

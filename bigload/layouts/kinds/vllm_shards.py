@@ -103,7 +103,6 @@ class VllmModel:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, tp: int, version: str) -> VllmModel:
-        """Return `checkpoint` divided among `tp` ranks."""
         names = _names(version)
         family = _known_family(checkpoint, names, version)
         vocabulary = [name for name in (_EMBEDDING, _HEAD) if name in checkpoint.tensors]

@@ -69,11 +69,8 @@ def other_weights(checkpoint: Checkpoint, *, taken: Collection[str]) -> OtherWei
     """Return the other weight files in the checkpoint's folder. Reads headers, no data.
 
     A file is another copy of the checkpoint if at least half of its tensors have names of the checkpoint. If the
-    caller named a file or an index rather than the folder, no other files are looked at.
-
-    Args:
-        checkpoint: Checkpoint whose folder is searched.
-        taken: First parts of paths that the output has for itself.
+    caller named a file or an index rather than the folder, no other files are looked at. `taken` are first parts of
+    paths that the output has for itself.
     """
     if Path(checkpoint.path).is_file():
         return OtherWeights()

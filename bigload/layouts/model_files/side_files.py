@@ -51,7 +51,6 @@ class SideFile:
     dtype: DType | None = None
 
     def content(self) -> Iterator[bytes]:
-        """Yield the content of the copy."""
         if not scheme_of(self.path).is_local:
             yield from self._remote_content()
             return

@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +37,25 @@ _SOURCE_FACT = "its source (names, sizes or times of writing of files)"
 _COPIES_HINT = "copies on several hosts have to keep the times of their files: make them with rsync -a or cp -p"
 
 
+@dataclass(frozen=True)
 class ReshardRun:
     """One reshard, on the ranks of a process group."""
 
-    def __init__(self, prepared: PreparedReshard, *, on_progress: OnProgress, team: ProcessGroup) -> None:
-        self._prepared = prepared
-        self._options = prepared.options
-        self._on_progress = on_progress
-        self._team = team
+    prepared: PreparedReshard
+    on_progress: OnProgress
+    team: ProcessGroup
 
     def carry_out(self) -> ProcessResult:
         """Write the files of this rank and wait for the others; rank 0 writes the rest and publishes."""
         sign, recipe = self._agree()
-        if self._prepared.is_finished:
+        if self.prepared.is_finished:
             return self._nothing_to_do()
         trim_heap()  # memory freed after reading headers and plans
         with ExitStack() as opened:
             staging = self._enter(opened, sign, recipe)
-            pool = BlockPool(self._options.num_threads, block_bytes=window_bytes(self._options))
+            pool = BlockPool(self.prepared.options.num_threads, block_bytes=window_bytes(self.prepared.options))
             opened.callback(pool.close)
-            sources = SourceFiles(self._prepared.checkpoint, files=self._prepared.identities, pool=pool)
+            sources = SourceFiles(self.prepared.checkpoint, files=self.prepared.identities, pool=pool)
             opened.enter_context(sources)
             try:
                 share = self._write(staging, sources, pool)
@@ -65,21 +64,21 @@ class ReshardRun:
                 if sources.is_local or isinstance(error, RankError):
                     self._check_unchanged(staging, sources)
                 raise
-            whole = _united(map(ProcessResult.from_json, self._team.all_gather(asdict(share))))
-            run_on_all_ranks(self._team, lambda: self._finish(staging, whole) if self._is_first else None)
+            whole = _united(map(ProcessResult.from_json, self.team.all_gather(asdict(share))))
+            run_on_all_ranks(self.team, lambda: self._finish(staging, whole) if self._is_first else None)
             published = opened.pop_all()  # closing it publishes; a failure there has to reach the other ranks as well
-            run_on_all_ranks(self._team, published.close)
+            run_on_all_ranks(self.team, published.close)
         return whole
 
     @property
     def _is_first(self) -> bool:
-        return self._team.rank == 0
+        return self.team.rank == 0
 
     def _nothing_to_do(self) -> ProcessResult:
         """Return the result of an interrupted run that had published everything, after removing its leftovers."""
         if self._is_first:
-            tidy(self._prepared.out, force=self._options.force)
-        return ProcessResult(kept_files=len(self._prepared.output.files), kept_bytes=self._prepared.num_bytes)
+            tidy(self.prepared.out, force=self.prepared.options.force)
+        return ProcessResult(kept_files=len(self.prepared.output.files), kept_bytes=self.prepared.num_bytes)
 
     def _agree(self) -> tuple[str, str]:
         """Raise unless all ranks have the same options and files, of which hosts may have copies.
@@ -87,21 +86,19 @@ class ReshardRun:
         Returns a random name for this run's sign file, and the recipe of rank 0: those of other hosts differ where they
         have copies of the source, by the time of their last change.
         """
-        prepared = self._prepared
+        prepared = self.prepared
         sources = sorted((name, [each.num_bytes, *each.version]) for name, each in prepared.identities.items())
         facts = {
             _SOURCE_FACT: hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
             "what it would write (other options)": prepared.output_digest,
-            "verify": self._options.verify.value,
-            "resume": self._options.resume,
-            "force": self._options.force,
+            "verify": self.prepared.options.verify.value,
+            "resume": self.prepared.options.resume,
+            "force": self.prepared.options.force,
             "whether the output is there already": prepared.is_finished,
             "the version of bigload": __version__,
         }
         sign = f".bigload-team-{secrets.token_hex(8)}"
-        gathered: list[dict[str, Any]] = self._team.all_gather(
-            {"facts": facts, "sign": sign, "recipe": prepared.recipe}
-        )
+        gathered: list[dict[str, Any]] = self.team.all_gather({"facts": facts, "sign": sign, "recipe": prepared.recipe})
         for rank, theirs in enumerate(gathered):
             differing = [what for what, value in gathered[0]["facts"].items() if theirs["facts"].get(what) != value]
             if differing:
@@ -110,7 +107,7 @@ class ReshardRun:
         return str(gathered[0]["sign"]), str(gathered[0]["recipe"])
 
     def _enter(self, opened: ExitStack, sign: str, recipe: str) -> Staging:
-        prepared, team = self._prepared, self._team
+        prepared, team = self.prepared, self.team
         begun = run_on_all_ranks(team, lambda: self._begin(opened, sign))
         staging = run_on_all_ranks(
             team,
@@ -121,7 +118,7 @@ class ReshardRun:
         return staging
 
     def _begin(self, opened: ExitStack, sign: str) -> Staging | None:
-        prepared = self._prepared
+        prepared = self.prepared
         prepared.check_space()
         if not self._is_first:
             return None
@@ -129,8 +126,8 @@ class ReshardRun:
             prepared.out,
             prepared.recipe,
             source=address_text(prepared.checkpoint.root),
-            resume=self._options.resume,
-            force=self._options.force,
+            resume=self.prepared.options.resume,
+            force=self.prepared.options.force,
             how=prepared.resume_by,
         )
         staging = opened.enter_context(first)
@@ -141,11 +138,11 @@ class ReshardRun:
 
     def _write(self, staging: Staging, sources: SourceFiles, pool: BlockPool) -> ProcessResult:
         """Write the files of all ranks. Where ranks write parts of one, they meet between the steps."""
-        prepared, team = self._prepared, self._team
+        prepared, team = self.prepared, self.team
         may_cut = sources.is_local and prepared.kernel is KernelCopy.NOTHING
         shares = shares_of(prepared.output.files, team.size, may_cut=may_cut)
         mine = RankShare(
-            prepared, shares[team.rank], staging, sources, pool, on_progress=self._on_progress, rank=team.rank
+            prepared, shares[team.rank], staging, sources, pool, on_progress=self.on_progress, rank=team.rank
         )
 
         def begin() -> dict[str, list[Any]]:
@@ -170,14 +167,14 @@ class ReshardRun:
 
     def _check_unchanged(self, staging: Staging, sources: SourceFiles) -> None:
         """Raise ReadError if a source has changed, and keep nothing then; or if one is out of reach."""
-        changed = sources.changed_since(self._prepared.identities)
+        changed = sources.changed_since(self.prepared.identities)
         if changed is not None:
             staging.is_void = True
             raise ReadError(changed, "it was written to while it was read; nothing was kept")
 
     def _finish(self, staging: Staging, share: ProcessResult) -> None:
         """Write all other files: an index after the files that it names, the manifest last."""
-        prepared = self._prepared
+        prepared = self.prepared
         records = share.records | self._copy_side_files(staging)
         for name, content in prepared.output.documents.items():
             records[name] = self._write_small(staging, name, [content])
@@ -201,14 +198,14 @@ class ReshardRun:
     def _copy_side_files(self, staging: Staging) -> dict[str, FileRecord]:
         """Copy the files beside the weights; what several folders get is read from the source once."""
         records: dict[str, FileRecord] = {}
-        side_files = self._prepared.side_files
+        side_files = self.prepared.side_files
         firsts = {side_file.path: side_file for side_file in reversed(side_files)}
 
         def copy(side_file: SideFile) -> None:
             records[side_file.name] = self._write_small(staging, side_file.name, side_file.content())
 
-        is_local = scheme_of(self._prepared.checkpoint.root).is_local
-        threads = 1 if is_local else min(self._options.num_threads, max(len(firsts), 1))
+        is_local = scheme_of(self.prepared.checkpoint.root).is_local
+        threads = 1 if is_local else min(self.prepared.options.num_threads, max(len(firsts), 1))
         run_jobs(copy, firsts.values(), threads=threads)
         for side_file in side_files:
             if side_file.name not in records:
@@ -220,7 +217,7 @@ class ReshardRun:
         path = staging.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         record = write_file(path, content)
-        if self._options.verify is Verify.FULL:
+        if self.prepared.options.verify is Verify.FULL:
             check_file(path, record)
         return record
 

@@ -114,7 +114,6 @@ class PreparedReshard:
         return NotEnoughSpaceError(self.out, needed_bytes=self.needed_bytes, free_bytes=self.free_bytes)
 
     def check_space(self) -> None:
-        """Raise NotEnoughSpaceError if there is `lack_of_space`."""
         if (error := self.lack_of_space) is not None:
             raise error
 

@@ -53,7 +53,6 @@ class PartOnDisk:
     windows: WindowDigests
 
     def to_json(self) -> list[Any]:
-        """Return lists and numbers."""
         return [self.position, [[start, stop, digest] for (start, stop), digest in self.windows.items()]]
 
     @classmethod
@@ -68,44 +67,26 @@ class PartOnDisk:
         return whole
 
 
+@dataclass(eq=False)
 class RankShare:
-    """Writer of what one rank writes. The steps are `begin`, `write` and `finish`, in this order.
+    """Writer of the `shares` of one rank. The steps are `begin`, `write` and `finish`, in this order."""
 
-    Args:
-        prepared: What all ranks write.
-        shares: What this one writes.
-        staging: Where to.
-        sources: Source files.
-        pool: Blocks of memory as large as a window.
-        on_progress: Called after each window.
-        rank: This rank.
-    """
+    prepared: PreparedReshard
+    shares: Sequence[FileShare]
+    staging: Staging
+    sources: SourceFiles
+    pool: BlockPool
+    on_progress: OnProgress
+    rank: int
 
-    def __init__(
-        self,
-        prepared: PreparedReshard,
-        shares: Sequence[FileShare],
-        staging: Staging,
-        sources: SourceFiles,
-        pool: BlockPool,
-        *,
-        on_progress: OnProgress,
-        rank: int,
-    ) -> None:
-        self._prepared = prepared
-        self._shares = shares
-        self._staging = staging
-        self._sources = sources
-        self._pool = pool
-        self._mine = [share.output for share in shares if share.is_first]
-        self._cut = {share.output.file for share in shares if not share.is_whole}
+    def __post_init__(self) -> None:
+        self._mine = [share.output for share in self.shares if share.is_first]
+        self._cut = {share.output.file for share in self.shares if not share.is_whole}
         self._kept: dict[str, ReusableFile] = {}
         self._result = ProcessResult()
         read_back = sum(output.num_bytes for output in self._mine if output.file in self._cut)
-        self._tally = Tally(sum(share.num_bytes for share in shares) + read_back, on_progress)
+        self._tally = Tally(sum(share.num_bytes for share in self.shares) + read_back, self.on_progress)
         self._reads: Tally | None = None
-        self._on_progress = on_progress
-        self._rank = rank
         self._writer: Writer | None = None
 
     def begin(self) -> dict[str, list[Any]]:
@@ -114,20 +95,20 @@ class RankShare:
         kept = self._kept.values()
         self._result.kept_files = sum(each.record is not None for each in kept)
         self._result.kept_bytes = sum(each.num_bytes for each in kept)
-        if not self._sources.is_local:
+        if not self.sources.is_local:
             self._reads = self._count_reads()
         self._writer = Writer(
-            self._staging.folder,
-            self._sources,
-            self._prepared.options,
-            journal=self._staging.journal,
+            self.staging.folder,
+            self.sources,
+            self.prepared.options,
+            journal=self.staging.journal,
             tally=self._tally if self._reads is None else Tally(0, ignore_progress),
-            pool=self._pool,
-            alignment=direct_write_alignment(self._staging.folder, rank=self._rank),
-            kernel=self._prepared.kernel,
+            pool=self.pool,
+            alignment=direct_write_alignment(self.staging.folder, rank=self.rank),
+            kernel=self.prepared.kernel,
         )
         # A run that wrote windows of a file in any order is resumed in this way, by a single rank, too.
-        self._cut |= {file for file, each in self._kept.items() if self._sources.is_local and each.windows}
+        self._cut |= {file for file, each in self._kept.items() if self.sources.is_local and each.windows}
         there = {}
         for output in self._mine:
             if output.file in self._cut:
@@ -144,14 +125,14 @@ class RankShare:
             there: What `begin` of all ranks returned.
         """
         assert self._writer is not None
-        whole = [share.output for share in self._shares if share.output.file not in self._cut]
+        whole = [share.output for share in self.shares if share.output.file not in self._cut]
         self._result.records = self._writer.write([self._to_write(output) for output in whole])
         parts = []
-        for share in self._shares:
+        for share in self.shares:
             if share.output.file in self._cut:
                 found = there[share.output.file]
                 others = DataRanges(((0, share.start), (share.stop, share.output.num_bytes)))
-                ranges = self._prepared.ranges[share.output.file].without(others)
+                ranges = self.prepared.ranges[share.output.file].without(others)
                 parts.append(
                     PartToWrite(output=share.output, ranges=ranges, begin=found.position, windows=found.windows)
                 )
@@ -177,23 +158,23 @@ class RankShare:
         self._writer.close()
         (self._reads or self._tally).finish()
         self._result.overflows = dict(self._writer.overflows)
-        if self._prepared.options.verify is not Verify.NONE:
+        if self.prepared.options.verify is not Verify.NONE:
             self._check_sizes()
         return self._result
 
     def _to_write(self, output: OutputFile) -> FileToWrite:
-        ranges = self._prepared.ranges[output.file]
+        ranges = self.prepared.ranges[output.file]
         return FileToWrite(output=output, ranges=ranges, kept=self._kept.get(output.file))
 
     def _recheck(self) -> Iterable[tuple[str, ReusableFile]]:
-        progress = {} if self._staging.progress is None else self._staging.progress.files
+        progress = {} if self.staging.progress is None else self.staging.progress.files
         for output in self._mine:
             if output.file in progress:
                 found = recheck(
-                    self._staging.folder,
+                    self.staging.folder,
                     output,
                     progress[output.file],
-                    block_bytes=self._pool.block_bytes,
+                    block_bytes=self.pool.block_bytes,
                     tally=self._tally,
                 )
                 if found is not None:
@@ -201,25 +182,25 @@ class RankShare:
 
     def _count_reads(self) -> Tally:
         """Have bytes reported as they come; as a part of those for all files, of which some are there."""
-        prepared = self._prepared
+        prepared = self.prepared
         if scheme_of(prepared.checkpoint.root).server_without_ranges(prepared.checkpoint.root) is not None:
             needed = {span.file for output in self._mine for tensor in output.tensors for span in tensor.spans}
             total = sum(prepared.identities[file].num_bytes for file in needed)
         else:
             total = bytes_to_read(self._mine, prepared.checkpoint.tensors)
         kept = total * self._result.kept_bytes // max(sum(output.num_bytes for output in self._mine), 1)
-        tally = Tally(total, self._on_progress, done_bytes=kept)
-        self._sources.recorder = Recorder(
+        tally = Tally(total, self.on_progress, done_bytes=kept)
+        self.sources.recorder = Recorder(
             is_tracing=False, on_received=lambda num_bytes, file: tally.add(num_bytes, phase="read", file=file)
         )
         return tally
 
     def _check_sizes(self) -> None:
         for output in self._mine:
-            found = (self._staging.folder / output.file).stat().st_size
+            found = (self.staging.folder / output.file).stat().st_size
             if found != output.num_bytes:
                 reason = f"it has {found} bytes on the disk, {output.num_bytes} were written"
-                raise ReadError(self._staging.folder / output.file, reason)
+                raise ReadError(self.staging.folder / output.file, reason)
 
 
 def _on_disk(output: OutputFile, kept: ReusableFile | None) -> PartOnDisk:

@@ -45,7 +45,6 @@ class DecodeGguf:
         return "decode GGUF"
 
     def apply(self, found: TensorsToWrite) -> TensorsToWrite:
-        """Return the decoded tensors."""
         checkpoint = found.checkpoint
         packed = [tensor for tensor in checkpoint.tensors.values() if tensor.dtype.block_bytes]
         check_decoded(checkpoint.path, checkpoint.tensors.values())

@@ -165,9 +165,6 @@ class InOrderDigest:
     A window that comes too early is kept, and digested by the thread that brings the one before it. So windows have to
     get their memory in file order: else those that are kept could hold all of it.
 
-    Args:
-        digest: Digest of the file.
-
     Attributes:
         digest: Digest of the file.
         prefixes: Digest of all bytes up to the end of each window, by that position.

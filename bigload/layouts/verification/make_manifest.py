@@ -186,7 +186,6 @@ class _FileToDigest:
         self._whole = ""
 
     def read(self, open_file: OpenPieces, tally: Tally) -> None:
-        """Read and digest the file."""
         try:
             self.read_bytes = digest_file(
                 open_file, self._place, self._digest, lambda done: tally.add(done, phase="verify", file=self._file)
@@ -198,7 +197,6 @@ class _FileToDigest:
         self._whole = self._digest.finish()
 
     def record(self) -> FileRecord:
-        """Return what the manifest says of it."""
         tensors = {name: self._digest.tensors.get(first or "") for name, first in self._names.items()}
         return FileRecord(num_bytes=self.num_bytes, digest=self._whole, tensors=tensors)
 

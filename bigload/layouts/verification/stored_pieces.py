@@ -51,13 +51,9 @@ def readers_of(sizes: Sequence[int], threads: int | None, *, is_local: bool = Tr
 
 
 def digest_file(open_file: OpenPieces, place: Path, digest: FileDigest, on_bytes: Callable[[int], object]) -> int:
-    """Digest all bytes of the file at `place`; holes count as zeros. Returns how many were read.
+    """Digest the file at `place`, up to the size that `digest` knows; holes count as zeros. Returns the bytes read.
 
-    Args:
-        open_file: Opens it.
-        place: Where it is.
-        digest: What is updated, up to the size that it knows.
-        on_bytes: Called with the number of bytes that were digested, a block at a time.
+    `on_bytes` is called with the number of bytes that were digested, a block at a time.
     """
 
     def skip_to(position: int) -> None:
@@ -79,12 +75,10 @@ def digest_file(open_file: OpenPieces, place: Path, digest: FileDigest, on_bytes
 
 @contextmanager
 def open_pieces(path: Path, blocks: BlockPool, *, ahead: int = 1) -> Iterator[Pieces]:
-    """Open the file at `path` for reading in pieces of one block.
+    """Open a local or remote file for reading in pieces of one block.
 
-    Args:
-        path: The file, local or remote.
-        blocks: Memory; takes `ahead` blocks, and for moments one more, for the uneven end of a file.
-        ahead: Blocks in memory. Of more than one, threads of their own read those after the one that was yielded.
+    It takes `ahead` of `blocks`, and for moments one more, for the uneven end of a file. Of more than one, threads of
+    their own read those after the one that was yielded.
     """
     with ExitStack() as opened:
         memories = [opened.enter_context(memoryview(opened.enter_context(blocks.lend()))) for _ in range(ahead)]

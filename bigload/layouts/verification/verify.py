@@ -214,30 +214,24 @@ def _located(folder: str | Path) -> Path:
         raise ManifestNotFoundError(folder, reason, hint=error.hint) from None
 
 
+@dataclass(eq=False)
 class _FileCheck:
     """Comparison of one file with its record; used by one thread."""
 
-    def __init__(
-        self,
-        root: Path,
-        file: str,
-        record: FileRecord,
-        open_file: OpenPieces,
-        tally: Tally,
-        *,
-        name: str | None = None,
-    ) -> None:
-        self.file = file
-        self.name = name or file  # a file of a delta's base is called by its path from the delta
-        self.record = record
-        self.read_bytes = 0
-        self._root = root
-        self._open_file = open_file
-        self._tally = tally
-        self._left_bytes = record.num_bytes
+    root: Path
+    file: str
+    record: FileRecord
+    open_file: OpenPieces
+    tally: Tally
+    name: str = ""
+    read_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.file  # a file of a delta's base is called by its path from the delta
+        self._left_bytes = self.record.num_bytes
         # What was copied unchanged has a digest as a whole, and none for each tensor.
         # The parts of a distributed checkpoint have none, another file describes them.
-        self._has_header = bool(record.tensors) and format_of(file) not in (None, DCP)
+        self._has_header = bool(self.record.tensors) and format_of(self.file) not in (None, DCP)
 
     def size(self) -> tuple[FileProblem, ...]:
         """Return why the file is not there, or not of its size."""
@@ -261,7 +255,7 @@ class _FileCheck:
 
     def _found(self) -> Path | FileProblem:
         """Return where the file of the right size really is, or why there is none."""
-        place = resolve_shard(self._root, self.file)
+        place = resolve_shard(self.root, self.file)
         if isinstance(place, str):
             return self._problem("unsafe-path", f"not opened, because it {place}")
         expected = self.record.num_bytes
@@ -291,7 +285,7 @@ class _FileCheck:
             return problems
         ranges, same = ranges_of(tensors.values())
         digest = FileDigest(ranges, self.record.num_bytes)
-        self.read_bytes = digest_file(self._open_file, place, digest, self._count)
+        self.read_bytes = digest_file(self.open_file, place, digest, self._count)
         for name, (_, start, stop) in ((name, tensors[name].span) for name in same):
             if self.record.tensors.get(name) not in (None, digest.tensors[same[name]]):
                 text = f"tensor {name!r} differs, somewhere in bytes {start} to {stop}"
@@ -333,7 +327,7 @@ class _FileCheck:
 
     def _count(self, num_bytes: int) -> None:
         self._left_bytes -= num_bytes
-        self._tally.add(num_bytes, phase="verify", file=self.file)
+        self.tally.add(num_bytes, phase="verify", file=self.file)
 
     def _problem(
         self, code: str, text: str, *, tensor: str | None = None, start: int | None = None, stop: int | None = None

@@ -174,7 +174,6 @@ class UnorderedFile(FileInProgress):
 
     @property
     def digests_of_windows(self) -> dict[tuple[int, int], str]:
-        """Digests of the windows that are on the disk, by start and stop."""
         return {(self.windows[each].start, self.windows[each].stop): found for each, found in self._written.items()}
 
     @property

@@ -50,7 +50,6 @@ class FileProgress:
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything of it is listed."""
         return bool(self.tensors or self.prefixes or self.windows or self.is_complete)
 
     @property
@@ -74,7 +73,6 @@ class JournalState:
 
     @property
     def begun_bytes(self) -> int:
-        """Bytes of unfinished files that are there."""
         return sum(file.begun_bytes for file in self.files.values() if not file.is_complete)
 
     @property

@@ -99,12 +99,10 @@ class OutputFileWriter:
         fill([view], self.descriptor, offset, self.path)
 
     def flush(self) -> None:
-        """Flush all written bytes to the disk."""
         with self._writing():
             flush_data(self.descriptor)
 
     def finish(self) -> None:
-        """Truncate the file to its final size and flush it."""
         with self._writing():
             os.ftruncate(self.descriptor, self._num_bytes)
             os.fsync(self.descriptor)

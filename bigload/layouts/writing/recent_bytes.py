@@ -32,7 +32,6 @@ class RecentBytes:
         self._all: list[_ThreadCopy] = []
 
     def of_thread(self) -> _ThreadCopy:
-        """Return those of the calling thread."""
         kept: _ThreadCopy | None = getattr(self._thread, "kept", None)
         if kept is None:
             kept = self._thread.kept = _ThreadCopy()
@@ -41,7 +40,6 @@ class RecentBytes:
         return kept
 
     def close(self) -> None:
-        """Release the memory."""
         for kept in self._all:
             os.close(kept.descriptor)
 
@@ -101,7 +99,6 @@ class RecentReader:
         self._recent = recent
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """See `StreamedSource`."""
         kept, missing = self._recent.of_thread(), []
         extents = KeptExtents([list(pair) for pair in kept.extents.pairs] if kept.source is self._source else [])
         for start, stop in ranges:
@@ -112,7 +109,6 @@ class RecentReader:
         expect_reads(self._source, missing)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill all of `buffers`; see `ByteSource`."""
         kept = self._recent.of_thread()
         if kept.source is not self._source:
             os.ftruncate(kept.descriptor, 0)

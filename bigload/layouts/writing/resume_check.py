@@ -32,7 +32,6 @@ class ReusableFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are kept."""
         return self.digest.position + sum(stop - start for start, stop in self.windows)
 
     @property

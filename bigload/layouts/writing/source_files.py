@@ -78,7 +78,6 @@ class SourceFiles:
 
     @contextmanager
     def descriptor(self, file: str) -> Iterator[int]:
-        """Lend the descriptor of a local file."""
         with self.through_cache(file) as reader:
             assert isinstance(reader, PositionalReader)
             yield reader.descriptor
@@ -99,7 +98,6 @@ class SourceFiles:
         return [(max(start, span.start), min(stop, span.stop)) for start, stop in found[first:last]]
 
     def identities(self) -> dict[str, SourceIdentity]:
-        """Return the current identity of each file."""
         identity_of = identities_now(self._checkpoint.root, self._files)
         return {file: identity_of(file) for file in self._files}
 
@@ -110,7 +108,6 @@ class SourceFiles:
         )
 
     def is_here(self, file: str) -> bool:
-        """Return whether a file is one of this machine."""
         return scheme_of(self._checkpoint.root / file).is_local
 
     def check_headers(self) -> None:

@@ -146,13 +146,9 @@ def staged(
 
 @contextmanager
 def joined(out: Path, recipe: str, *, rank: int, sign: str) -> Iterator[Staging]:
-    """Yield the staging folder that rank 0 has made, with a journal of this rank.
+    """Yield the staging folder of `out` that rank 0 has made, with a journal of this rank.
 
-    Args:
-        out: Folder to publish.
-        recipe: Digest of what is written.
-        rank: This rank.
-        sign: Name of a file that rank 0 has put there; a folder without it is another one.
+    `sign` is the name of a file that rank 0 has put there: a folder without it is another one.
     """
     folder = staging_folder(out)
     _await_sign(folder / sign, rank)

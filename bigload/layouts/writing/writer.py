@@ -86,43 +86,29 @@ class PartToWrite:
     windows: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Writer:
     """Writer of files below `folder`.
 
-    Args:
-        folder: Output folder; folders of files are created in it.
-        sources: Source files.
-        options: Options of the reshard: verification, threads and memory. Windows become smaller to fit.
-        journal: Journal of finished parts.
-        tally: Counter of progress.
+    Attributes:
         pool: A block of memory for each thread to read back into, as large as a window.
         alignment: Alignment of direct writes; `None` to write through the page cache.
         kernel: What the kernel can copy by itself.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        sources: SourceFiles,
-        options: ReshardOptions,
-        *,
-        journal: Journal,
-        tally: Tally,
-        pool: BlockPool,
-        alignment: int | None,
-        kernel: KernelCopy,
-    ) -> None:
-        self._folder = folder
-        self._sources = sources
-        self._window_reader = WindowReader(sources)
-        self._verify = options.verify
-        self._journal = journal
-        self._tally = tally
-        self._alignment = alignment
-        self._kernel = kernel
-        self._threads = options.num_threads
-        self._window_bytes = window_bytes(options)
-        self._pool = pool
+    folder: Path
+    sources: SourceFiles
+    options: ReshardOptions
+    journal: Journal
+    tally: Tally
+    pool: BlockPool
+    alignment: int | None
+    kernel: KernelCopy
+
+    def __post_init__(self) -> None:
+        self._window_reader = WindowReader(self.sources)
+        self._threads = self.options.num_threads
+        self._window_bytes = window_bytes(self.options)
         # Each thread fills one window, and as many wait to be digested.
         self._memory = BlockPool(2 * self._threads, block_bytes=self._window_bytes, is_prefaulted=False)
         self._small_memory = self._memory
@@ -132,7 +118,6 @@ class Writer:
 
     @property
     def overflows(self) -> Mapping[str, int]:
-        """See `WindowReader.overflows`."""
         return self._window_reader.overflows
 
     def write(self, files: Iterable[FileToWrite]) -> dict[str, FileRecord]:
@@ -143,7 +128,7 @@ class Writer:
         """
         records: dict[str, FileRecord] = {}
         try:
-            if self._sources.is_local:
+            if self.sources.is_local:
                 run_jobs(self._do_job, self._with_memory(self._jobs(files, records)), threads=self._threads)
             else:
                 run_jobs(self._do_run, self._runs(files, records), threads=self._threads)
@@ -185,7 +170,6 @@ class Writer:
         return records
 
     def close(self) -> None:
-        """Give memory back."""
         self._memory.close()
         self._small_memory.close()
 
@@ -193,8 +177,8 @@ class Writer:
         file = UnorderedFile(
             output=part.output,
             sink=self._sink(part.output, is_there=True),
-            journal=self._journal,
-            tally=self._tally,
+            journal=self.journal,
+            tally=self.tally,
             records={},
             kept=None,
         )
@@ -217,7 +201,7 @@ class Writer:
             raise RankError(None, f"{missing} bytes of {output.file} were written by no process")
         sink = self._sink(output, is_there=True)
         open_file = FileInProgress(
-            output=output, sink=sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
+            output=output, sink=sink, journal=self.journal, tally=self.tally, records=records, kept=file.kept
         )
         self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), open_file]
         open_file.windows = [Window(start, stop, b"", ()) for start, stop in pairs]
@@ -226,10 +210,12 @@ class Writer:
         for number, window in enumerate(open_file.windows):
             yield _Job(open_file, window, number, is_copied=False, digest=written[window.start, window.stop])
 
-    def _sink(self, output: OutputFile, *, kept_bytes: int = 0, is_there: bool = False) -> OutputFileWriter:
-        path = self._folder / output.file
+    def _sink(
+        self, output: OutputFile, *, kept_bytes: int = 0, is_there: bool = False, is_in_blocks: bool = True
+    ) -> OutputFileWriter:
+        path = self.folder / output.file
         path.parent.mkdir(parents=True, exist_ok=True)
-        num_bytes, alignment = output.num_bytes, self._alignment
+        num_bytes, alignment = output.num_bytes, self.alignment if is_in_blocks else None
         return OutputFileWriter(
             path, num_bytes=num_bytes, alignment=alignment, kept_bytes=kept_bytes, is_there=is_there
         )
@@ -264,24 +250,21 @@ class Writer:
     def _jobs_of(
         self, file: FileToWrite, records: dict[str, FileRecord], *, window_bytes: int | None = None
     ) -> Iterator[_Job]:
-        is_remote, output = not self._sources.is_local, file.output
+        is_remote, output = not self.sources.is_local, file.output
         size = window_bytes or self._local_window_bytes(output)
         if file.kept is not None and file.kept.record is not None:
             records[output.file] = file.kept.record
-            self._tally.add(output.header_bytes, phase="check", file=output.file)
+            self.tally.add(output.header_bytes, phase="check", file=output.file)
             return
-        path = self._folder / output.file
-        path.parent.mkdir(parents=True, exist_ok=True)
         begin = file.begin
         kept_bytes = begin if file.kept is None or not file.kept.windows else file.kept.stop
         cut: Iterable[Window] = ()
         if is_remote:
             cut = list(windows(output, file.ranges, begin=begin, window_bytes=size, is_cut_at_tensors=True))
         is_in_blocks = not any(window.start % BLOCK_BYTES for window in cut)
-        alignment = self._alignment if is_in_blocks else None
-        sink = OutputFileWriter(path, num_bytes=output.num_bytes, alignment=alignment, kept_bytes=kept_bytes)
+        sink = self._sink(output, kept_bytes=kept_bytes, is_in_blocks=is_in_blocks)
         open_file = (UnorderedFile if is_remote else FileInProgress)(
-            output=output, sink=sink, journal=self._journal, tally=self._tally, records=records, kept=file.kept
+            output=output, sink=sink, journal=self.journal, tally=self.tally, records=records, kept=file.kept
         )
         # Finished files are dropped: their digests of 90 000 tensors take memory.
         self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), open_file]
@@ -292,7 +275,7 @@ class Writer:
         if not is_remote:
             cut = windows(output, rest, begin=begin, window_bytes=size)
         found = [(window, False) for window in cut]
-        if copied.pairs and self._verify is not Verify.FULL:
+        if copied.pairs and self.options.verify is not Verify.FULL:
             open_file.is_digested = False  # what the kernel has copied is not read
         else:
             found += [(window, True) for window in windows(output, copied, window_bytes=size)]
@@ -316,11 +299,11 @@ class Writer:
     def _copy_in_kernel(self, output: OutputFile, sink: OutputFileWriter) -> DataRanges:
         names = {each.source.span.file for each in output.tensors if isinstance(each.source, TensorInfo)}
         is_too_many = len(names) > MAX_OPEN_FILES  # it needs all of them open at once
-        if self._kernel is KernelCopy.NOTHING or is_too_many or output.gaps:
+        if self.kernel is KernelCopy.NOTHING or is_too_many or output.gaps:
             return DataRanges(())
         with ExitStack() as lent:
-            descriptors = {name: lent.enter_context(self._sources.descriptor(name)) for name in names}
-            return copy_in_kernel(output, sink.descriptor, descriptors, self._kernel, block_bytes=BLOCK_BYTES)
+            descriptors = {name: lent.enter_context(self.sources.descriptor(name)) for name in names}
+            return copy_in_kernel(output, sink.descriptor, descriptors, self.kernel, block_bytes=BLOCK_BYTES)
 
     def _do_job(self, lent_job: tuple[_Job, Buffer, ExitStack]) -> None:
         job, block, lent = lent_job
@@ -374,8 +357,8 @@ class Writer:
             if file.unnoted_bytes >= NOTE_PART_EVERY_BYTES:
                 file.note_windows()
             return
-        if self._verify is Verify.FULL:
-            with self._pool.lend() as other:
+        if self.options.verify is Verify.FULL:
+            with self.pool.lend() as other:
                 back = memoryview(other)[: len(view)]
                 file.sink.read(back, window.start)
                 if libc.memcmp(address_of(block), address_of(other), num_bytes):

@@ -87,11 +87,9 @@ class ExpertCache(Generic[KeyT]):
         return leaving
 
     def discard(self, key: KeyT) -> None:
-        """Note that `key` has left."""
         self.num_bytes -= self._sizes.pop(key, 0)
 
     def forget(self, key: KeyT) -> None:
-        """Remove all that is known of `key`."""
         self.discard(key)
         self._counts.pop(key, None)
         self._last.pop(key, None)

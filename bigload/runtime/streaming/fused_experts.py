@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MethodType
 from typing import Any, Protocol
 
@@ -113,12 +114,10 @@ class ExpertBlock(StreamedBlock):
 
     @property
     def num_page_bytes(self) -> int:
-        """Bytes that they take in the page cache."""
         return self._experts.expert_page_bytes
 
     @property
     def is_in_place(self) -> bool:
-        """Whether they are used in the pages of their files."""
         return self._experts.are_in_place
 
     def is_current(self) -> bool:
@@ -138,15 +137,9 @@ class _InUse(threading.local):
     expected: Sequence[ExpertBlock] = ()
 
 
+@dataclass(eq=False, repr=False)
 class FusedExperts:
     """The experts of one module, each a routed block. `can_fetch` says for which modules.
-
-    Args:
-        name: The module's name in the model.
-        module: What holds the parameters, and is called with the numbers of the chosen experts.
-        hook: The hook that offloads them.
-        device: Where the module runs.
-        streamer: What schedules the blocks.
 
     Attributes:
         blocks: The experts; none until `attach`.
@@ -156,29 +149,25 @@ class FusedExperts:
         are_in_place: Whether experts are used where they are, without a copy.
     """
 
-    def __init__(
-        self, name: str, module: nn.Module, hook: AlignDevicesHook, device: torch.device, streamer: ExpertOwner
-    ) -> None:
-        self.name = name
-        self.module = module
-        self.hook = hook
-        self.device = device
-        self.streamer = streamer
+    name: str
+    module: nn.Module
+    hook: AlignDevicesHook
+    device: torch.device
+    streamer: ExpertOwner
+    following: FusedExperts | None = None
+
+    def __post_init__(self) -> None:
         self.blocks: tuple[ExpertBlock, ...] = ()
-        self.following: FusedExperts | None = None
         self.expert_bytes = self.expert_page_bytes = 0
         self.are_in_place = False
         self._here = _InUse()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("name", "module", "hook", "device", "streamer", "following")
-        return {name: getattr(self, name) for name in kept}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become the experts of a copied module, which is attached when it runs: it may not be complete yet."""
-        following = state.pop("following")
         self.__init__(**state)  # type: ignore[misc]
-        self.following = following
 
     def attach(self) -> None:
         """Have the module compute by its loop, with parameters that give the rows of one expert."""
@@ -197,7 +186,6 @@ class FusedExperts:
         self.blocks = tuple(ExpertBlock(self, number) for number in range(_num_experts(self.module)))
 
     def detach(self) -> None:
-        """Undo `attach`."""
         for block in self.blocks:
             self.streamer.remove(block)
         self.blocks = ()
@@ -228,7 +216,6 @@ class FusedExperts:
 
     @property
     def is_running(self) -> bool:
-        """Whether the calling thread runs the module."""
         return self._here.depth > 0
 
     def begin(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
@@ -267,7 +254,6 @@ class FusedExperts:
         return here.block.weight(key)
 
     def end(self) -> None:
-        """End a forward of the calling thread."""
         here = self._here
         here.depth = max(here.depth - 1, 0)
         if not here.depth:

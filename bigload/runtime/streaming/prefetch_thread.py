@@ -34,7 +34,6 @@ class PrefetchThread:
                 self._thread.start()
 
     def has(self, block: object) -> bool:
-        """Return whether `block` waits to be worked on."""
         with self._lock:
             return block in self._queue
 

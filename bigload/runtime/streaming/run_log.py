@@ -113,7 +113,6 @@ class RunLog:
         self._lock = threading.Lock()
 
     def stats(self) -> RunStats:
-        """Return all of it as a value."""
         with self._lock:
             notes, forwards, num_forwards = list(self._notes), tuple(self._forwards), self._num_forwards
         spans = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from types import MethodType
 from typing import Any, NamedTuple, Protocol
@@ -44,6 +45,7 @@ class BlockOwner(Protocol):
         """Return what brings `weights` to `device`."""
 
 
+@dataclass(eq=False, repr=False)
 class StreamedBlock:
     """A module, and those below whose weights are loaded and evicted with its own.
 
@@ -69,25 +71,16 @@ class StreamedBlock:
     is_fused = False
     """Whether it is an expert in the parameters of all of its layer."""
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        members: Sequence[HookedModule],
-        *,
-        device: torch.device,
-        is_routed: bool,
-        streamer: BlockOwner,
-        bypassable: AlignDevicesHook | None = None,
-    ) -> None:
-        self.name = name
-        self.module = module
-        self.members = tuple(members)
-        self.device = device
-        self.is_routed = is_routed
-        self.streamer = streamer
-        self.bypassable = bypassable
-        self._own_bypass = None if bypassable is None else HookBypass(module, bypassable)
+    name: str
+    module: nn.Module
+    members: Sequence[HookedModule]
+    device: torch.device
+    is_routed: bool
+    streamer: BlockOwner
+    bypassable: AlignDevicesHook | None = None
+
+    def __post_init__(self) -> None:
+        self._own_bypass = None if self.bypassable is None else HookBypass(self.module, self.bypassable)
         self.residency = Residency.ABSENT
         self.num_users = 0
         self.num_uses = 0
@@ -101,14 +94,13 @@ class StreamedBlock:
         self._others: list[TensorSlot] = []  # with values of their own
         self._bypasses: list[HookBypass] = []
         self._hooks_in_use: list[AlignDevicesHook] = []
-        streamer.add(self)
+        self.streamer.add(self)
 
     def __repr__(self) -> str:
         return f"StreamedBlock({self.name!r}, {len(self.members)} modules, {self.residency.value})"
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("name", "module", "members", "device", "is_routed", "streamer", "bypassable")
-        return {name: getattr(self, name) for name in kept}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a block of a copied model, with absent weights."""
@@ -186,12 +178,10 @@ class StreamedBlock:
         self._supplies = None
 
     def reserve(self) -> None:
-        """Allocate memory for the weights."""
         for supply in self.supplies:
             supply.reserve()
 
     def fetch(self) -> None:
-        """Load the weights, in any thread."""
         for supply in self.supplies:
             supply.fetch()
 
@@ -218,7 +208,6 @@ class StreamedBlock:
             supply.arrive()
 
     def depart(self) -> None:
-        """Note that the calling thread has issued all work with them."""
         for supply in self.supplies:
             supply.depart()
 
@@ -233,7 +222,6 @@ class StreamedBlock:
             self._hooks_in_use.pop().release()
 
     def drop(self, *, forget: bool) -> None:
-        """Release the weights; see `Supply.drop`."""
         for supply in self._supplies or ():
             supply.drop(forget=forget)
         if self._supplies and not self.is_in_place:  # mapped supplies give the same tensors again

@@ -38,12 +38,7 @@ _living: weakref.WeakSet[Streamer] = weakref.WeakSet()
 
 
 class Streamer:
-    """Scheduler of the blocks of one model. May be used from several threads.
-
-    Args:
-        options: How much memory that takes.
-        whole_experts: See `RunStats`.
-    """
+    """Scheduler of the blocks of one model. May be used from several threads."""
 
     def __init__(self, options: StreamOptions, whole_experts: tuple[str, ...] = ()) -> None:
         self.log = RunLog()
@@ -88,7 +83,6 @@ class Streamer:
             self._limits, self._tied = _NOTHING, None
 
     def remove(self, block: StreamedBlock) -> None:
-        """Evict `block`, and do not stream it any more."""
         with self._lock:
             if block in self._blocks:
                 del self._blocks[block]
@@ -99,7 +93,6 @@ class Streamer:
                     self._supply_factory.close()
 
     def supplies_for(self, weights: Sequence[Weight], device: torch.device) -> tuple[Supply, ...]:
-        """Return supplies of `weights` for `device`."""
         if self._tied is None:
             placeholders = [{id(weight.placeholder) for weight in block.weights()} for block in self._blocks]
             counts = Counter(chain.from_iterable(placeholders))
@@ -107,7 +100,6 @@ class Streamer:
         return self._supply_factory.supplies_for(weights, device, tied=self._tied)
 
     def stats(self) -> RunStats:
-        """Return what the model did since it was dispatched."""
         uses: dict[str, list[int]] = {}
         for block in list(self._blocks):
             if block.is_routed:
@@ -167,7 +159,6 @@ class Streamer:
                     self._leave(block)
 
     def forward_succeeded(self) -> None:
-        """Note that a forward of the model has given its answer."""
         self._has_succeeded = True
 
     def enter(self, block: StreamedBlock) -> None:
@@ -236,7 +227,6 @@ class Streamer:
                 self._evict(block)
 
     def load_resident_experts(self) -> None:
-        """Load the experts that are to be there from the beginning."""
         for block in [block for block in self._blocks if block.is_routed and block.is_kept]:
             with self._lock:
                 self._choose_limits()
@@ -248,7 +238,6 @@ class Streamer:
             self._fetch(block)
 
     def forward_aborted(self) -> None:
-        """Note that the pass of the calling thread ended in an error."""
         with self._lock:
             self._order.forward_aborted()
 

@@ -22,9 +22,7 @@ from bigload.runtime.streaming.weights import offloaded_weights
 class StreamingHook(AlignDevicesHook):
     """An `AlignDevicesHook` whose module gets its weights from a streamer, together with those of modules inside.
 
-    Args:
-        base: The hook whose place it takes. Its state is taken over.
-        streamer: What loads and evicts the weights of the model's blocks.
+    It takes over the state of `base`, the hook whose place it takes.
 
     Attributes:
         block: The module's block, if it is streamed.
@@ -64,7 +62,6 @@ class StreamingHook(AlignDevicesHook):
                 self._end_experts()
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ANN401 - what a model answers
-        """Do what `AlignDevicesHook` does, and note a forward of the model that raised nothing."""
         output = super().post_forward(module, output)
         if self.counts_forwards:
             self._note_success()
@@ -81,7 +78,6 @@ class StreamingHook(AlignDevicesHook):
             self.streamer.forward_aborted()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Take the block from the streamer, then do what `AlignDevicesHook` does."""
         if self.block is not None:
             self.streamer.remove(self.block)
             self.block = None

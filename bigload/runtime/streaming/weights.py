@@ -78,7 +78,6 @@ class Weight:
         self._tensor, self.held = tensor, held
 
     def forget(self) -> None:
-        """Release the tensor."""
         self._tensor, self.held = None, self.placeholder
 
 

@@ -123,7 +123,7 @@ def test_an_error_in_one_is_told_by_all_and_the_work_is_gone_on_with(  # noqa: P
 
     def refused(self, *arguments):
         result = original(self, *arguments)
-        if (self._rank if step == "finish" else self._team.rank) == failing:
+        if (self.rank if step == "finish" else self.team.rank) == failing:
             raise ReadError("model.safetensors", "input/output error")
         return result
 
@@ -211,7 +211,7 @@ def test_a_source_that_changed_voids_the_work_of_all(source, tmp_path, monkeypat
     original = execution.ReshardRun._check_unchanged
 
     def changed_meanwhile(self, *arguments):
-        if self._team.rank == 1:
+        if self.team.rank == 1:
             os.utime(next(mine.glob("*.safetensors")), (1, 1))
         original(self, *arguments)
 

@@ -109,7 +109,6 @@ class _DeviceResidency:
         self._departed: dict[Stream, Event] = {}
 
     def arrive(self, stream: Stream | None) -> list[torch.Tensor]:
-        """Return the tensors, good for what `stream` does from now on."""
         if stream is not None:
             if self.arrived is not None:
                 stream.wait_event(self.arrived)
@@ -119,7 +118,6 @@ class _DeviceResidency:
         return self.tensors
 
     def depart(self, stream: Stream | None) -> None:
-        """Note how far `stream` has come."""
         if stream is not None and stream != self._home:
             self._departed[stream] = stream.record_event()
 
@@ -145,7 +143,6 @@ class _DeviceSupply(Supply):
             self._residency.depart(self._copy_stream.current_stream())
 
     def drop(self, *, forget: bool) -> None:  # noqa: ARG002  subclasses that read files do
-        """Free the memory, or leave it to those who kept a view."""
         residency, self._residency = self._residency, None
         if residency is not None:
             residency.end()
@@ -167,7 +164,6 @@ class DeviceBufferSupply(_DeviceSupply):
         self.num_page_bytes = self._reads.num_file_bytes
 
     def reserve(self) -> None:
-        """Allocate the memory under the calling thread's stream."""
         with torch.inference_mode(mode=False):  # what is made inside of it cannot be used outside
             memory = take_memory(str(self._copy_stream.device), self.num_bytes)
         self._residency = _DeviceResidency([memory], self._copy_stream.current_stream())
@@ -195,7 +191,6 @@ class DeviceBufferSupply(_DeviceSupply):
         return self._residency.arrive(self._copy_stream.current_stream())
 
     def drop(self, *, forget: bool) -> None:
-        """Free the memory, or leave it to those who kept a view; with `forget`, also drop cached pages."""
         super().drop(forget=forget)
         if forget:
             self._reads.forget()

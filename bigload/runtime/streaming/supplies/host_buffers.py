@@ -75,7 +75,6 @@ class BufferPool:
         return self._lent_bytes + sum(map(len, self._idle))
 
     def clear(self) -> None:
-        """Free the memory that is not on loan."""
         with self._lock:
             self._take_back()
             self._idle.clear()
@@ -118,11 +117,9 @@ class HostBufferSupply(Supply):
         self.num_page_bytes = self._reads.num_file_bytes
 
     def reserve(self) -> None:
-        """Borrow the memory."""
         self._memory = [self._host_buffers.pool.lend(buffer.num_bytes) for buffer in self._reads.schedule.buffers]
 
     def fetch(self) -> None:
-        """Read, and cast, the weights."""
         buffers = [loan.buffer for loan in self._memory]
         self._reads.carry_out(
             buffers, {CPU: _PooledStager(self._host_buffers.stager, [bytes_in(each) for each in buffers])}
@@ -131,13 +128,11 @@ class HostBufferSupply(Supply):
             self._tensors = self._reads.tensors([loan.view for loan in self._memory])
 
     def arrive(self) -> Sequence[torch.Tensor]:
-        """Return the weights; read anew if the values in RAM are no longer those that were read."""
         if self._reads.is_stale():
             self.refetch()
         return self._tensors
 
     def drop(self, *, forget: bool) -> None:
-        """Release the weights: their memory is lent again once no tensor uses it."""
         self._tensors, self._memory = [], []
         if forget:
             self._reads.forget()

@@ -86,7 +86,6 @@ class MappedSupply(Supply):
         return self._tensors
 
     def drop(self, *, forget: bool) -> None:
-        """Take the pages out of the page table; with `forget` out of the page cache, too."""
         for place, buffer, start, stop in self._ranges:
             is_large = not forget and stop - start >= _SPLITS_ALLOWED_BELOW_BYTES
             release_pages(buffer, start, stop, page_bytes=HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE)

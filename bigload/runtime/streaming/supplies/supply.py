@@ -75,7 +75,6 @@ class SharedSupply(Supply):
         self._has_part = False
 
     def reserve(self) -> None:
-        """Allocate the memory, unless another block has."""
         shared = self._shared
         if not shared.num_blocks:
             shared.is_loaded = False
@@ -84,22 +83,18 @@ class SharedSupply(Supply):
         self._has_part = True
 
     def fetch(self) -> None:
-        """Load the weight, or wait until another block's fetch has."""
         with self._shared.loading:
             if not self._shared.is_loaded:
                 self._shared.supply.fetch()
                 self._shared.is_loaded = True
 
     def arrive(self) -> Sequence[torch.Tensor]:
-        """Return the weight for each place that it has in the block."""
         return [*self._shared.supply.arrive()] * len(self.weights)
 
     def depart(self) -> None:
-        """Note that the calling thread has issued all work with it."""
         self._shared.supply.depart()
 
     def drop(self, *, forget: bool) -> None:
-        """Leave the copy; the last block releases it."""
         if self._has_part:
             self._has_part = False
             self._shared.num_blocks -= 1

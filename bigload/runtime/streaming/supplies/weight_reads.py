@@ -46,11 +46,7 @@ def can_be_read(weight: Weight) -> bool:
 
 
 class WeightReads:
-    """Read schedule of some weights.
-
-    Args:
-        weights: Those for which `can_be_read`.
-        place: The device that they go to.
+    """Read schedule of `weights`, of which each `can_be_read`, to the device `place`.
 
     Attributes:
         schedule: The memory that the weights take, and the reads that fill it.
