@@ -114,7 +114,6 @@ class OpenFile:
             raise ReadError(path, "not a regular file")
 
     def close(self) -> None:
-        """Close the file."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -136,7 +135,6 @@ class PositionalReader(OpenFile):
                 os.posix_fadvise(self.descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill all of `buffers`; see `ByteSource`."""
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self.path.name):
             fill(buffers, self.descriptor, offset, self.path)

@@ -23,9 +23,7 @@ def checkpoint_root(path: str | Path) -> Path | None:
 def locate(path: str | Path, *, find_cached: bool = True) -> Path:
     """Return the location of what `path` names: a path of this machine that exists, or a pinned remote location.
 
-    Args:
-        path: What the user named.
-        find_cached: Return the folder of a cache instead of a remote location, where that has the whole checkpoint.
+    With `find_cached`, it is the folder of a cache that has the whole of a remote checkpoint.
     """
     try:
         place = Path(re.sub(r"^(file|local):/+", "/", str(path))).expanduser()

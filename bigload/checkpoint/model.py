@@ -67,7 +67,6 @@ class StoredForm(NamedTuple):
 
     @classmethod
     def of(cls, tensor: TensorInfo) -> StoredForm:
-        """Return the form of `tensor`."""
         return cls(tensor.dtype.name, tensor.shape, tensor.num_elements, tensor.num_bytes)
 
 
@@ -79,7 +78,6 @@ class NameRanges:
         self._sums = [0, *accumulate(map(sizes.__getitem__, self.names))]
 
     def num_bytes(self, start: int, stop: int) -> int:
-        """Return the bytes of the names at `start` to `stop`."""
         return self._sums[stop] - self._sums[start]
 
     def end(self, module: str, start: int, stop: int) -> int:
@@ -87,7 +85,6 @@ class NameRanges:
         return bisect_left(self.names, f"{module}/", start, stop)  # "/" is the character after "."
 
     def of(self, module: str) -> tuple[int, int]:
-        """Return the range of the names in `module`."""
         start = bisect_left(self.names, f"{module}.")
         return start, self.end(module, start, len(self.names))
 
@@ -122,12 +119,10 @@ class StoredTensors(Mapping[str, TensorInfo]):
 
     @cached_property
     def forms(self) -> Mapping[str, StoredForm]:
-        """Their forms by name."""
         return {name: row[0] for name, row in self._rows.items()}
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Their bytes by name."""
         return {name: row[0].num_bytes for name, row in self._rows.items()}
 
     @cached_property
@@ -153,11 +148,9 @@ class StoredTensors(Mapping[str, TensorInfo]):
         return len(self._rows)
 
     def values(self) -> ValuesView[TensorInfo]:
-        """Make all of them."""
         return self._all.values()
 
     def items(self) -> ItemsView[str, TensorInfo]:
-        """Make all of them."""
         return self._all.items()
 
 
@@ -233,7 +226,6 @@ class AssembledTensor:
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
-        """Its shape; see `TensorInfo`."""
         return self.shape if self.written_shape is None else self.written_shape
 
     @property
@@ -244,7 +236,6 @@ class AssembledTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor in memory, row by row."""
         return prod(self.shape) * self.dtype.alignment
 
     @property
@@ -288,7 +279,6 @@ class Shard:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of all `header_parts`."""
         return sum(stop - start for start, stop in self.header_parts)
 
 

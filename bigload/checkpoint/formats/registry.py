@@ -42,7 +42,6 @@ class FormatError(Exception):
 
     @classmethod
     def of(cls, problems: Sequence[tuple[str, str]]) -> FormatError:
-        """Return the error for several problems."""
         return cls(*problems[0], problems=problems)
 
 

@@ -51,7 +51,6 @@ class DeltaDescription:
     files: tuple[str, ...]
 
     def to_json(self) -> bytes:
-        """Return the content of the file."""
         document = {
             "schema": SCHEMA,
             "bigload_version": __version__,
@@ -87,14 +86,7 @@ def read_delta(root: Path) -> DeltaDescription:
 
 
 def open_delta(root: Path, path: str, *, open_folder: OpenFolder, open_files: OpenFiles) -> Checkpoint:
-    """Return the checkpoint that the delta in the local folder `root` and its base are together.
-
-    Args:
-        root: Folder of the delta.
-        path: What the user calls it.
-        open_folder: Opens the base.
-        open_files: Opens the delta's own files.
-    """
+    """Return the checkpoint that the delta in the local folder `root`, called `path` by the user, and its base are."""
     described = read_delta(root)
     place = root / described.base
     if not place.is_dir():

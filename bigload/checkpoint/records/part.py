@@ -45,7 +45,6 @@ class PartDescription(NamedTuple):
         return f"a part of {self.source}, {self.num_tensors} of {self.source_tensors} tensors ({chosen})"
 
     def to_json(self) -> bytes:
-        """Return the content of the file."""
         document = {
             "schema": SCHEMA,
             "source": self.source,

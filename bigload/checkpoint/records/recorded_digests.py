@@ -42,7 +42,6 @@ class RecordedDigests:
     folder: str = ""
 
     def file(self, file: str) -> FileRecord | None:
-        """Return the record of a file of the checkpoint."""
         return self.manifest.files.get(f"{self.folder}{file}")
 
     def of(self, tensor: TensorInfo) -> str | None:

@@ -57,7 +57,6 @@ class HubAddress:
 
     @property
     def cached(self) -> Path:
-        """Folder of the repository in the Hugging Face cache."""
         from huggingface_hub import constants
 
         return Path(constants.HF_HUB_CACHE, f"models--{self.repo.replace('/', '--')}")

@@ -50,7 +50,6 @@ class Shares:
         return min(max(self._left // (2 * self._threads), least), most)
 
     def take(self, num_bytes: int) -> None:
-        """Count `num_bytes` as asked for."""
         self._left -= num_bytes
 
 
@@ -139,7 +138,6 @@ class Stream:
         return taken
 
     def skip_to(self, offset: int) -> None:
-        """Read over what lies before `offset`."""
         while self.position < offset and self.take(offset - self.position):
             pass
 

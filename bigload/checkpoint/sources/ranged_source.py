@@ -65,11 +65,9 @@ class RangedSource:
         self._streams = RangeStreams(self._answered)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Have one response serve what the calling thread is about to read: `ranges`, in their order."""
         self._streams.expect(ranges)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill all of `buffers`; see `ByteSource`."""
         views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         total, done, retries = sum(view.nbytes for view in views), 0, Retries(self._shown)
         with self._recorder.span(Phase.READ, num_bytes=total, file=self._location.name):
@@ -88,7 +86,6 @@ class RangedSource:
                     self._received(len(chunk))
 
     def close(self) -> None:
-        """End the responses; connections belong to the client that all sources share."""
         self._streams.close()
 
     def _answered(self, start: int, stop: int) -> AbstractContextManager[Iterator[bytes]]:

@@ -55,12 +55,7 @@ class WholeOrRangedSource(RangedSource):
     """A remote file that is read by ranges if the server has them, or else as a whole.
 
     A subclass asks for ranges (`_answered`), and raises NoRangesError there if `_is_head` does not allow an answer with
-    the whole file.
-
-    Args:
-        location: Named by errors.
-        recorder: Records reads.
-        server: Name of the server, for the warning.
+    the whole file. `server` is named in the warning of that.
     """
 
     def __init__(self, location: Path, recorder: Recorder, *, server: str) -> None:
@@ -71,12 +66,10 @@ class WholeOrRangedSource(RangedSource):
         self._opening = threading.Lock()
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Have one response serve what the calling thread is about to read: `ranges`, in their order."""
         self._is_expected = True
         super().expect(ranges)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill all of `buffers`; see `ByteSource`."""
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         is_ranged = self._whole is None and self._server not in SERVERS_WITHOUT_RANGES
         if is_ranged or self._is_head(offset + num_bytes) or not num_bytes:
@@ -90,7 +83,6 @@ class WholeOrRangedSource(RangedSource):
             whole.read_into(buffers, offset)
 
     def close(self) -> None:
-        """End the responses; connections belong to the client that all sources share."""
         super().close()
         if self._whole is not None:
             self._whole.close()
@@ -118,11 +110,7 @@ class WholeOrRangedSource(RangedSource):
 class WholeFile:
     """The bytes of a remote file as one response brings them; the last of them are kept on disk.
 
-    Args:
-        shown: Location, for errors.
-        num_bytes: Size of the file.
-        open_range: Asks for the bytes from an offset to the end. What lies before the offset it reads over.
-        on_received: Called with the number of bytes that have come, for each chunk.
+    `open_range` asks for the bytes from an offset to the end, and reads over what lies before.
     """
 
     def __init__(self, shown: str, num_bytes: int, open_range: OpenRange, on_received: Callable[[int], None]) -> None:

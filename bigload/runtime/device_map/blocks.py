@@ -43,7 +43,6 @@ class DeviceMapBlock(NamedTuple):
         return any(device_name(device) in away for device in self.devices) and (self.is_whole or bool(self.name))
 
     def runs_on(self, main_device: DeviceLike) -> DeviceLike:
-        """Return the device that it computes on."""
         return next((device for device in self.devices if device_name(device) not in OFFLOADED), main_device)
 
 

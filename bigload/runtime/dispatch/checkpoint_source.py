@@ -78,7 +78,6 @@ class CheckpointSource:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Tensors that can be loaded."""
         return self.view.tensors
 
     @cached_property
@@ -89,7 +88,6 @@ class CheckpointSource:
 
     @property
     def dtype(self) -> DType | None:
-        """Dtype that the plan counted with."""
         return None if self.plan is None else self.plan.options.workload.load_dtype
 
     def load(
@@ -104,7 +102,6 @@ class CheckpointSource:
         }
 
     def load_stored(self, places: Mapping[str, torch.device]) -> dict[str, torch.Tensor]:
-        """Return tensors by the names that they have in the checkpoint."""
         return replace(self, view=CheckpointView.of(self.checkpoint)).load(places, None)
 
     def can_slice(self, name: str) -> bool:

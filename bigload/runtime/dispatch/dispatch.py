@@ -180,13 +180,10 @@ def cpu_offload(
     Args:
         model: With values, or on the meta device where `state_dict` has them.
         execution_device: Where it runs; by default where its first parameter is.
-        offload_buffers: Whether buffers are offloaded too.
         state_dict: Its values by name; its own when left out, not copied if they are on the CPU.
-        preload_module_classes: See `attach_align_device_hook`.
-        prefetch: See `dispatch_model`.
-        prefetch_bytes: See there.
-        resident_bytes: See there.
-        experts_on_demand: See there.
+
+    `offload_buffers`, `preload_module_classes`, `prefetch`, `prefetch_bytes`, `resident_bytes`
+    and `experts_on_demand` are those of `dispatch_model`.
 
     Raises:
         ValueError: no such size.
@@ -224,12 +221,9 @@ def disk_offload(
         model: With values, or on the meta device where the folder has them.
         offload_dir: The folder. What it holds already, by name and digest, is not written again.
         execution_device: Where the model runs; by default where its first parameter is.
-        offload_buffers: Whether buffers are offloaded too.
-        preload_module_classes: See `attach_align_device_hook`.
-        prefetch: See `dispatch_model`.
-        prefetch_bytes: See there.
-        resident_bytes: See there.
-        experts_on_demand: See there.
+
+    `offload_buffers`, `preload_module_classes`, `prefetch`, `prefetch_bytes`, `resident_bytes`
+    and `experts_on_demand` are those of `dispatch_model`.
 
     Raises:
         ValueError: no such size.

@@ -55,14 +55,10 @@ def dispatch(
     Args:
         model: With values or without; with names as in the checkpoint, or of transformers, which knows what it renames.
         plan: A plan, a plan file, or a folder that `reshard` wrote in the layout `devices`.
-        offload_buffers: See `load_and_dispatch`.
-        dtype: See there; only for weights of the checkpoint.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: See `attach_align_device_hook`.
-        strict: See `load_and_dispatch`.
-        prefetch: See `dispatch_model`.
-        prefetch_bytes: See there. By default what the plan has reserved for streamed weights, less the largest block.
-        resident_bytes: See there.
+        dtype: See `load_and_dispatch`; only for weights of the checkpoint.
+
+    `offload_buffers`, `skip_keys`, `preload_module_classes`, `strict`, `prefetch`, `prefetch_bytes` and
+    `resident_bytes` are those of `load_and_dispatch`.
 
     Raises:
         DispatchedModelError: the model has hooks: it is dispatched already, or is offloaded.

@@ -75,19 +75,13 @@ def load_checkpoint_and_dispatch(
         no_split_module_classes: For making a map: classes whose modules stay whole.
         offload_folder: Where to write weights on disk, as accelerate does. Only checkpoints in the form of torch before
             1.6 need it.
-        offload_buffers: Whether buffers of offloaded modules are offloaded too.
         dtype: What floating-point tensors become, on disk as well; what they are in `model` when left out.
         offload_state_dict: Ignored: nothing is held in RAM that would have to be put aside.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: See `attach_align_device_hook`.
-        force_hooks: Attach hooks for a single device as well.
         strict: Refuse a checkpoint that lacks something or has more, before anything is read.
-        full_state_dict: See `load_checkpoint_in_model`.
-        broadcast_from_rank0: See there.
-        prefetch: See `dispatch_model`.
-        prefetch_bytes: See there.
-        resident_bytes: See there.
-        experts_on_demand: See there.
+
+    `full_state_dict` and `broadcast_from_rank0` are those of `load_checkpoint_in_model`; `offload_buffers`,
+    `skip_keys`, `preload_module_classes`, `force_hooks`, `prefetch`, `prefetch_bytes`, `resident_bytes` and
+    `experts_on_demand` are those of `dispatch_model`.
 
     Raises:
         ValueError: the map does not cover the model.
@@ -153,19 +147,15 @@ def load_and_dispatch(
         model: Made under `init_empty_weights`, with names as in the checkpoint. One of transformers may have others: it
             gets what the installed version makes of the stored tensors, on the devices that the plan has for these.
         plan: A plan, a plan file, or a folder that `reshard` wrote in the layout `devices`.
-        offload_buffers: Whether buffers of offloaded modules are offloaded too.
         dtype: What floating-point tensors become; by default what the plan counted with, else what they are in `model`.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: See `attach_align_device_hook`.
-        force_hooks: Attach hooks for a single device as well.
         strict: Refuse a model that lacks a tensor of the plan or has more, before anything is read.
         verify: Compare every tensor with the digest that the checkpoint's manifest has, or the manifest at this path,
             while it is read. What stays on disk is read once for that; not compared is what is read of it later.
         method: How weights for memory are read; see `load`.
-        prefetch: See `dispatch_model`.
-        prefetch_bytes: See there. By default what the plan has reserved for streamed weights, less the largest block.
-        resident_bytes: See `dispatch_model`.
-        experts_on_demand: See there.
+        prefetch_bytes: By default what the plan has reserved for streamed weights, less the largest block.
+
+    `offload_buffers`, `skip_keys`, `preload_module_classes`, `force_hooks`, `prefetch`, `resident_bytes` and
+    `experts_on_demand` are those of `dispatch_model`.
 
     Raises:
         PlanError: there is no such plan, it is none, or it was made for another version of the checkpoint.

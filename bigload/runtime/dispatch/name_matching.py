@@ -42,13 +42,8 @@ def matched(
     """Open `checkpoint` and return what of it goes where in `model`. Nothing is read but headers.
 
     What does not correspond is logged, if it is not refused. Shapes have to be equal in any case, as for torch. For
-    models of transformers the checkpoint is taken as what the installed version makes of it.
-
-    Args:
-        model: What is to be filled.
-        checkpoint: What `load_checkpoint_in_model` takes.
-        strict: Refuse a checkpoint that lacks something or has more.
-        is_complete: Refuse a checkpoint that lacks something for which `model` has no values either.
+    models of transformers the checkpoint is taken as what the installed version makes of it. With `is_complete`, a
+    checkpoint is refused that lacks something for which `model` has no values either.
     """
     source = CheckpointSource.open(checkpoint).for_model(model)
     found = compare(model, source.unpacked, source.packed)

@@ -43,7 +43,6 @@ class PackedParameter(NamedTuple):
     parts: tuple[str, ...]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Have the model hold the parameter made of `tensors`."""
         assign(self.slots, repacked(self.form, [tensors[name] for name in self.parts]))
 
 
@@ -82,11 +81,7 @@ def packed_parameters_of(
 ) -> dict[str, PackedParameter]:
     """Return the parameters of `model` that `packed` weights become, by name, and have the model hold their forms.
 
-    Args:
-        model: Its parameters are of the library's class where the library has one.
-        packed: See `packed_view`.
-        tensors: Those of the view.
-        load: Gives descriptions, by the names that the checkpoint has for them.
+    See `packed_view`, which has also made `tensors`. `load` gives descriptions, by their names in the checkpoint.
     """
     places: dict[int, list[TensorSlot]] = {}
     slots: dict[str, list[TensorSlot]] = {}

@@ -23,11 +23,7 @@ def check_supplied(
     """Raise unless `weights` has a value for each tensor of `model` on the meta device, and a hook brings it.
 
     A value under one name of a tied tensor is enough. Tensors for which a hook of the model cares already are left out.
-
-    Args:
-        model: Before it gets its hooks.
-        weights: Values by name.
-        is_brought: Whether the tensor of a name will have a hook that takes its value from `weights`.
+    `is_brought` says whether the tensor of a name will have a hook that takes its value from `weights`.
     """
     groups = _without_values(model)
     if not groups:

@@ -112,7 +112,6 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def offload(self) -> bool:
-        """Whether weights go to the meta device between forwards."""
         return self._offload  # under another name: PEFT copies what `vars` has, for trained copies of a module
 
     @offload.setter
@@ -254,7 +253,6 @@ class AlignDevicesHook(ModelHook):
         return deliver(output)
 
     def abort_forward(self, module: nn.Module) -> None:
-        """Offload what was loaded."""
         self._end()
 
     @property
@@ -287,7 +285,6 @@ class AlignDevicesHook(ModelHook):
         return True
 
     def end_call(self) -> None:
-        """Offload what `begin_call` loaded."""
         self._forwards.in_call = False
         self._unload()
 

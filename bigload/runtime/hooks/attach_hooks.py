@@ -35,9 +35,9 @@ def attach_execution_device_hook(
     Args:
         module: Where to begin.
         execution_device: A number is an accelerator of this machine's kind.
-        skip_keys: See `AlignDevicesHook`.
         preload_module_classes: Classes of modules; what is inside of them gets no hook.
-        tied_params_map: See `AlignDevicesHook`.
+
+    `skip_keys` and `tied_params_map` are those of `AlignDevicesHook`.
     """
 
     def attach(module: nn.Module) -> None:
@@ -81,15 +81,13 @@ def attach_align_device_hook(
 
     Args:
         module: Where to begin.
-        execution_device: See `AlignDevicesHook`, as for all that is not explained here.
-        offload: See there.
         weights_map: Values by their names in the model, of which `module_name` is the beginning.
-        offload_buffers: See there.
         module_name: The name of `module` in the model.
-        skip_keys: See there.
         preload_module_classes: Classes whose modules, if offloaded, load everything below at once: for those that use
             weights of modules in them without calling these.
-        tied_params_map: See there.
+
+    `execution_device`, `offload`, `offload_buffers`, `skip_keys` and `tied_params_map` are those of
+    `AlignDevicesHook`.
     """
 
     def attach(module: nn.Module, name: str) -> None:
@@ -134,12 +132,9 @@ def attach_align_device_hook_on_blocks(
         module: The model.
         execution_device: Where blocks run, by their names in the model, or one device for all.
         offload: Whether they are offloaded, likewise. Blocks are the names that are in both.
-        weights_map: See `attach_align_device_hook`, as for all that follows.
-        offload_buffers: See there.
-        module_name: See there.
-        skip_keys: See there.
-        preload_module_classes: See there.
-        tied_params_map: See there.
+
+    `weights_map`, `offload_buffers`, `module_name`, `skip_keys`, `preload_module_classes` and `tied_params_map` are
+    those of `attach_align_device_hook`.
     """
     make_hook = partial(
         AlignDevicesHook, offload_buffers=offload_buffers, skip_keys=skip_keys, tied_params_map=tied_params_map

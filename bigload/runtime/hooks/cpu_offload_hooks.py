@@ -44,7 +44,6 @@ class CpuOffload(ModelHook):
         return copied
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move `module` to the CPU."""
         return move_tied(module, _CPU)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -66,7 +66,6 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Prepare `module` for each hook in turn."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
@@ -92,11 +91,9 @@ class SequentialHook(ModelHook):
         return output
 
     def abort_forward(self, module: nn.Module) -> None:
-        """Abort all of them."""
         _abort(self.hooks, module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Detach each hook in turn."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module

@@ -42,24 +42,20 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast `module` to the dtype that it is stored in."""
         self._store(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast `module` to the dtype that it computes in; arguments stay as they are."""
         self._cast_to_compute(module)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Cast `module` back."""
         self._store(module)
         if isinstance(output, GeneratorType):
             return within(output, lambda: self._cast_to_compute(module), lambda: self._store(module), lambda item: item)
         return output
 
     def abort_forward(self, module: nn.Module) -> None:
-        """Cast `module` back."""
         self._store(module)
 
     def _cast_to_compute(self, module: nn.Module) -> None:

@@ -24,13 +24,9 @@ _KERNELS_OF_TORCH = frozenset(
 
 
 class PassingForward:
-    """The forward of `module`, after which its attributes and tensors are what they were.
+    """The forward of the layer `module` after `begin`; then its attributes and tensors are again what they were.
 
     One runs at a time: others wait.
-
-    Args:
-        module: The layer.
-        begin: What is done before.
     """
 
     __slots__ = ("_begin", "_lock", "_own", "module")  # no dict: what wraps a forward takes over what that has
@@ -70,11 +66,9 @@ def _restored(module: nn.Module, begin: Callable[[Any], object], own: Any) -> Pa
 
 
 def ready_layers(model: nn.Module, is_offloaded: Callable[[str], bool]) -> None:
-    """Have quantised layers of `model` compute with what they hold, or with what a hook brings for each forward.
+    """Have quantised layers of `model`, which gets its hooks next, compute with what they hold.
 
-    Args:
-        model: Filled, before it gets its hooks.
-        is_offloaded: Whether a hook will bring the weights of the module of a name.
+    If `is_offloaded`, by the name of the layer, it is with what a hook brings for each forward.
     """
     of_library: Any = model
     if hasattr(model, "ct_decompress_hook"):  # it would unpack all of the model at the first forward

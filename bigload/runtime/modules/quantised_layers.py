@@ -83,12 +83,7 @@ def _make_ready(layer: Any, stored_format: str) -> None:
 
 
 def check_computable(model: nn.Module, runs_on: Callable[[str], torch.device]) -> None:
-    """Raise if quantised layers of `model` cannot compute where they are to run.
-
-    Args:
-        model: May be on the meta device.
-        runs_on: The device on which the module of a name runs.
-    """
+    """Raise if quantised layers of `model` cannot compute where they are to run: `runs_on` the device, by name."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, module in model.named_modules():
         kinds = _kinds_of_devices(module)

@@ -95,12 +95,8 @@ class OffloadWriter:
     ) -> None:
         """Have the folder hold as `name` a tensor that is never held as a whole. It is written unless it is there.
 
-        Args:
-            name: Of the weight.
-            dtype: Of all parts.
-            shape: Of the tensor.
-            parts: Gives its rows, some at a time and in order. Called twice if the folder has another tensor of that
-                form, as what is there has to be compared first.
+        `parts` gives its rows, some at a time and in order. It is called twice if the folder has another tensor of that
+        form, as what is there has to be compared first.
         """
         entry = _entry(name, dtype, shape)
         digest = self._held(name, entry)
@@ -133,7 +129,6 @@ class OffloadWriter:
             )
 
     def finish(self) -> None:
-        """Write what makes the folder complete."""
         if self._is_changed:
             _write_records(self._folder, self._records)
             write_index(self._folder, self._index)

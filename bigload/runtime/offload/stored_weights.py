@@ -64,7 +64,6 @@ class FileWeight(NamedTuple):
 
     @property
     def stored_files(self) -> Mapping[str, WeightFile]:
-        """Its file, by its path."""
         return {str(self.path): WeightFile(self.path, self.expected)}
 
     @property
@@ -85,7 +84,6 @@ class FileWeight(NamedTuple):
         return self.files.map(self.path, self.expected)
 
     def check(self) -> None:
-        """Raise `ReadError` if the file is no longer the one that was opened."""
         WeightFile(self.path, self.expected).check()
 
 
@@ -175,7 +173,6 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         return self._tensors[name]
 
     def source(self, name: str) -> FileWeight | AssembledWeight | None:
-        """Return where the weight `name` is stored; `None` if it is not."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return None

@@ -26,12 +26,10 @@ class MemoryWeight(NamedTuple):
 
     @property
     def whole(self) -> torch.Tensor:
-        """The value in the dict as it is now."""
         return self.values[self.name]
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The weight as it is now."""
         return self.part_of(self.whole)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -40,7 +38,6 @@ class MemoryWeight(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
         return self.whole.dtype
 
 
@@ -103,7 +100,6 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         return self.dataset[f"{self.prefix}{key}"]
 
     def source(self, name: str) -> WeightSource | None:
-        """Return the source of the weight `name`; see `source_of`."""
         return source_of(self.dataset, f"{self.prefix}{name}")
 
     def __contains__(self, key: object) -> bool:
@@ -117,13 +113,7 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
 
 class RenamedWeights(Mapping[str, torch.Tensor]):
-    """Weights of `weights` by other names, in the dtypes that `dtypes` has for some of them.
-
-    Args:
-        weights: Weights by name.
-        names: Each name to its name in `weights`.
-        dtypes: By the new names.
-    """
+    """Weights by other `names`, each with that in `weights`, in the dtypes that `dtypes` has for some new names."""
 
     def __init__(
         self,
@@ -140,7 +130,6 @@ class RenamedWeights(Mapping[str, torch.Tensor]):
         return weight.to(self._dtypes.get(name, weight.dtype))
 
     def source(self, name: str) -> WeightSource | None:
-        """Return the source of the weight `name`; see `source_of`."""
         source = source_of(self._weights, self._names[name]) if name in self._names else None
         if name not in self._dtypes:
             return source

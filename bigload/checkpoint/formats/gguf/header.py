@@ -137,7 +137,6 @@ class _Reader:
         self._digested = self._at
 
     def require(self, count: int) -> None:
-        """Have the next `count` bytes in the buffer."""
         if self._at + count <= len(self._buffer):
             return
         self._check(count)
