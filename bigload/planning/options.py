@@ -180,6 +180,35 @@ def options_of(**keywords: Unpack[PlanKeywords]) -> PlanOptions:
     )
 
 
+def rank_keywords(options: PlanOptions) -> dict[str, object]:
+    """Return what plans of both kinds answer, in the words of the command line, but for `mtp`."""
+    load, cache, attention = options.workload.load_dtype, options.workload.kv_dtype, options.workload.attention
+    return {
+        "context": options.workload.context,
+        "batch": options.workload.batch,
+        "dtype": options.quantize or (None if load is None else load.name),
+        "kv_dtype": None if cache is None else cache.name,
+        "attention": None if attention is None else str(attention),
+        "overhead": options.overhead,
+    }
+
+
+def plan_keywords(options: PlanOptions) -> dict[str, object]:
+    """Return the options that a plan file keeps, in the words of the command line."""
+    return {
+        **rank_keywords(options),
+        "disk_bandwidth": options.bandwidth.disk,
+        "link_bandwidth": options.bandwidth.link,
+        "balance": str(options.balance),
+        "order": "any" if options.any_order else "keep",
+        "experts": str(options.experts),
+        "prefetch": options.prefetch,
+        "no_split": list(options.no_split),
+        "mtp": options.keep_extra_layers,
+        "names": str(options.names),
+    }
+
+
 def _scheme(dtype: DType | str | None) -> str:
     """Return `dtype` if it names what weights can be quantised to; nothing for a dtype of elements."""
     if not isinstance(dtype, str):

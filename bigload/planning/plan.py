@@ -6,11 +6,11 @@ same inputs give the same plan to the last byte of its file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from bigload.checkpoint.model import NameRanges, TensorInfo, name_of, ranges_of, sizes_of
 from bigload.checkpoint.records.fingerprint import ShardFingerprint
@@ -20,7 +20,7 @@ from bigload.plain_text import PlainTable, Styled, printable, stacked_bar
 from bigload.planning.load_dtype import as_loaded
 from bigload.planning.model.module_tree import key_above
 from bigload.planning.module_table import folded_names
-from bigload.planning.options import PlanOptions
+from bigload.planning.options import PlanOptions, plan_keywords
 from bigload.planning.placement.optimality import Certificate
 from bigload.planning.workload import Workload
 from bigload.units import common_unit, counted, format_size
@@ -69,6 +69,9 @@ class DeviceUse:
 TERMS = ("weights", "kv", "logits", "activation", "overhead", "workspace")
 """What takes memory on a device, in the order in which equations show it."""
 
+BOUNDS = ("offloaded_bytes", "least_offloaded_bytes", "disk_bytes", "least_disk_bytes", "largest_bytes")
+RESIDENT_COUNTS = ("num_bytes", "num_uses", "num_recorded")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanNote:
@@ -116,7 +119,12 @@ class PlannedCheckpoint:
         options: What was asked for beside the budget.
         left_out: Modules that no device holds, because no ordinary forward pass runs them.
         notes: Whatever else there is to know.
+        schema: Of its file, which other programs know by it.
+        kind: What the file is called in errors.
     """
+
+    schema: ClassVar[str]
+    kind: ClassVar[str]
 
     checkpoint_path: str
     total_bytes: int
@@ -129,6 +137,29 @@ class PlannedCheckpoint:
     def name(self) -> str:
         """Name of the checkpoint in tables and messages."""
         return name_of(self.checkpoint_path) or Path(self.checkpoint_path).resolve().name
+
+    def shown(self, *, blocks: bool, times: str | None = None) -> Iterator[str | PlainTable]:
+        """Yield the lines and the table that `bigload plan` prints, with bars of block characters or of ASCII.
+
+        `times` is a sentence on how long the plan takes on a machine that is known.
+        """
+        raise NotImplementedError
+
+    def document(self) -> dict[str, object]:
+        """Return what a plan file holds, as plain JSON values."""
+        raise NotImplementedError
+
+    def _about_checkpoint(self) -> dict[str, object]:
+        shards = [{**shard.to_json(), "etag": shard.etag} for shard in self.shards]
+        return {"path": self.checkpoint_path, "total_bytes": self.total_bytes, "shards": shards}
+
+    def _named_notes(self) -> list[dict[str, str]]:
+        return [{"code": note.code, "text": note.text} for note in self.notes]
+
+    def __str__(self) -> str:
+        """Return what `bigload plan` prints."""
+        pieces = (piece if isinstance(piece, str) else piece.as_text() for piece in self.shown(blocks=True))
+        return "\n".join(piece.removesuffix("\n") for piece in pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +180,9 @@ class Plan(PlannedCheckpoint):
         resident_experts: Experts that stay on the execution device; `None` without recorded uses, or room for one.
         notes: Whatever else there is to know.
     """
+
+    schema = "bigload.plan/1.2"
+    kind = "plan file"
 
     execution_device: Device
     homes: Mapping[str, Device]
@@ -228,9 +262,54 @@ class Plan(PlannedCheckpoint):
         """Name and bytes of the unit in which this plan's figures read best."""
         return common_unit(use.budget_bytes or use.weights_bytes for use in self.used_devices)
 
-    def __str__(self) -> str:
-        """Return the table that `bigload plan` prints."""
-        return "\n".join([headline(self), "", device_table(self, blocks=True).as_text(), *closing_lines(self)])
+    def shown(self, *, blocks: bool, times: str | None = None) -> Iterator[str | PlainTable]:
+        yield headline(self)
+        yield from ("", device_table(self, blocks=blocks), "")
+        yield from closing_lines(self, times)
+
+    def document(self) -> dict[str, object]:
+        return {
+            "schema": self.schema,
+            "checkpoint": self._about_checkpoint(),
+            "policy": str(self.policy),
+            "options": plan_keywords(self.options),
+            "execution_device": str(self.execution_device),
+            "device_map": _named(self.homes),
+            "renamed_device_map": None if self.renamed is None else _named(self.renamed),
+            "left_out": list(self.left_out),
+            "shared": list(self.shared),
+            "devices": [
+                {
+                    "device": str(use.device),
+                    "budget_bytes": use.budget_bytes,
+                    **{f"{term}_bytes": getattr(use, f"{term}_bytes") for term in TERMS},
+                    "free_bytes": use.free_bytes,
+                }
+                for use in self.devices
+            ],
+            "num_device_changes": self.num_device_changes,
+            "resident_experts": _resident_document(self.resident_experts),
+            "token_bytes": {str(device): num_bytes for device, num_bytes in self.token_bytes.items()},
+            "certificate": {
+                "verdict": str(self.certificate.verdict),
+                **{name: getattr(self.certificate, name) for name in BOUNDS},
+                "within_blocks": self.certificate.within_blocks,
+            },
+            "notes": self._named_notes(),
+            "prediction": None,  # a file says nothing about machines: the same inputs give the same bytes
+        }
+
+
+def _named(homes: Mapping[str, Device]) -> dict[str, str]:
+    return {module: str(device) for module, device in homes.items()}
+
+
+def _resident_document(resident: ResidentExperts | None) -> dict[str, object]:
+    if resident is None:
+        return {**dict.fromkeys(RESIDENT_COUNTS, 0), "stats_sha256": None, "experts": {}}
+    experts = {module: list(numbers) for module, numbers in resident.experts.items()}
+    counts = {name: getattr(resident, name) for name in RESIDENT_COUNTS}
+    return {**counts, "stats_sha256": resident.stats_sha256, "experts": experts}
 
 
 def _as_peers_say(device: Device) -> str | int:

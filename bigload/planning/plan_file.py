@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -44,98 +45,33 @@ from bigload.planning.model.structure import read_structure
 from bigload.planning.model.ties import find_ties
 from bigload.planning.options import PlanKeywords, PlanOptions, options_of
 from bigload.planning.placement.optimality import Certificate, Verdict
-from bigload.planning.plan import TERMS, DeviceUse, Plan, PlannedCheckpoint, ResidentExperts, recount
-from bigload.planning.plan_document import (
-    checkpoint_document,
-    names_in,
-    notes_document,
-    subject_in,
-    workload_document,
+from bigload.planning.plan import (
+    BOUNDS,
+    RESIDENT_COUNTS,
+    TERMS,
+    DeviceUse,
+    Plan,
+    PlannedCheckpoint,
+    ResidentExperts,
+    recount,
 )
+from bigload.planning.plan_document import names_in, subject_in
 from bigload.units import MIB
 
 P = TypeVar("P", bound=PlannedCheckpoint)
 
-SCHEMA = "bigload.plan/1.2"
-
 PLAN_FILE = "plan.json"
 """The plan in a folder that was resharded by it."""
 
-_BOUNDS = ("offloaded_bytes", "least_offloaded_bytes", "disk_bytes", "least_disk_bytes", "largest_bytes")
-
 _HOW = "make one with: bigload plan PATH -m DEVICE=SIZE -o plan.json"
-
-_RESIDENT_COUNTS = ("num_bytes", "num_uses", "num_recorded")
 
 MAX_PLAN_BYTES = 256 * MIB
 """No plan is larger: one of 100,000 modules takes 10 MiB."""
 
 
-def plan_document(plan: Plan) -> dict[str, object]:
-    """Return the plan as plain JSON values."""
-    return {
-        "schema": SCHEMA,
-        "checkpoint": checkpoint_document(plan),
-        "policy": str(plan.policy),
-        "options": _options_document(plan.options),
-        "execution_device": str(plan.execution_device),
-        "device_map": _named(plan.homes),
-        "renamed_device_map": None if plan.renamed is None else _named(plan.renamed),
-        "left_out": list(plan.left_out),
-        "shared": list(plan.shared),
-        "devices": [
-            {
-                "device": str(use.device),
-                "budget_bytes": use.budget_bytes,
-                **{f"{term}_bytes": getattr(use, f"{term}_bytes") for term in TERMS},
-                "free_bytes": use.free_bytes,
-            }
-            for use in plan.devices
-        ],
-        "num_device_changes": plan.num_device_changes,
-        "resident_experts": _resident_document(plan.resident_experts),
-        "token_bytes": {str(device): num_bytes for device, num_bytes in plan.token_bytes.items()},
-        "certificate": {
-            "verdict": str(plan.certificate.verdict),
-            **{name: getattr(plan.certificate, name) for name in _BOUNDS},
-            "within_blocks": plan.certificate.within_blocks,
-        },
-        "notes": notes_document(plan),
-        "prediction": None,  # a file says nothing about machines: the same inputs give the same bytes on all of them
-    }
-
-
-def _resident_document(resident: ResidentExperts | None) -> dict[str, object]:
-    if resident is None:
-        return {**dict.fromkeys(_RESIDENT_COUNTS, 0), "stats_sha256": None, "experts": {}}
-    experts = {module: list(numbers) for module, numbers in resident.experts.items()}
-    counts = {name: getattr(resident, name) for name in _RESIDENT_COUNTS}
-    return {**counts, "stats_sha256": resident.stats_sha256, "experts": experts}
-
-
-def _options_document(options: PlanOptions) -> dict[str, object]:
-    """Return the wishes that a plan answers, in the words of the command line."""
-    return {
-        **workload_document(options),
-        "disk_bandwidth": options.bandwidth.disk,
-        "link_bandwidth": options.bandwidth.link,
-        "balance": str(options.balance),
-        "order": "any" if options.any_order else "keep",
-        "experts": str(options.experts),
-        "prefetch": options.prefetch,
-        "no_split": list(options.no_split),
-        "mtp": options.keep_extra_layers,
-        "names": str(options.names),
-    }
-
-
-def _named(homes: Mapping[str, Device]) -> dict[str, str]:
-    return {module: str(device) for module, device in homes.items()}
-
-
-def plan_to_json(plan: Plan) -> str:
+def plan_to_json(plan: PlannedCheckpoint) -> str:
     """Return the text of the plan file."""
-    return json.dumps(plan_document(plan), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(plan.document(), indent=2, ensure_ascii=False) + "\n"
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -167,8 +103,8 @@ def plan_text(path: str | Path) -> str:
         raise PlanNotFoundError(f"cannot read plan {path}: {error.strerror}", hint=hint) from None
 
 
-def write_plan(plan: Plan, path: str | Path) -> None:
-    """Write the plan file at `path`, whole or not at all; replaces another plan, and nothing else.
+def write_plan(plan: PlannedCheckpoint, path: str | Path) -> None:
+    """Write the plan file at `path`, whole or not at all; replaces another plan of its kind, and nothing else.
 
     A character device or a pipe takes the plan as a stream.
 
@@ -176,11 +112,11 @@ def write_plan(plan: Plan, path: str | Path) -> None:
         OutputExistsError: something that is not a plan stands there.
         WriteError: the system refused.
     """
-    check_replaceable(Path(path), is_plan, reason="it is not a plan file")
+    check_replaceable(Path(path), partial(is_plan, schema=plan.schema), reason=f"it is not a {plan.kind}")
     write_whole(Path(path), plan_to_json(plan))
 
 
-def is_plan(path: Path, schema: str = SCHEMA) -> bool:
+def is_plan(path: Path, schema: str = Plan.schema) -> bool:
     """Return whether `path` is a file that says it is a plan, of whatever version; devices are not read."""
     try:
         document = parse_json(read_file(path, max_bytes=MAX_PLAN_BYTES).decode("utf-8", PATH_ERRORS))
@@ -191,7 +127,7 @@ def is_plan(path: Path, schema: str = SCHEMA) -> bool:
 
 def plan_from_json(text: str, *, source: str = "the plan") -> Plan:
     """Return the plan that `text` describes; `source` names it in errors."""
-    return parse_plan(text, SCHEMA, _plan, source=source)
+    return parse_plan(text, Plan.schema, _plan, source=source)
 
 
 def parse_plan(text: str, schema: str, make: Callable[[dict[str, object]], P], *, source: str) -> P:
@@ -377,7 +313,7 @@ def _resident(document: Mapping[str, object], uses: list[DeviceUse], execution: 
     for module, numbers in experts.items():
         if not isinstance(numbers, list) or numbers != sorted({count_of(number, module) for number in numbers}):
             raise TypeError(f"the resident experts of {module!r} are {numbers!r:.60}, expected ascending numbers")
-    counts = {name: count_of(entry[name], name) for name in _RESIDENT_COUNTS}
+    counts = {name: count_of(entry[name], name) for name in RESIDENT_COUNTS}
     if counts["num_bytes"] > sum(use.workspace_bytes for use in uses if use.device == execution):
         raise ValueError(f"the workspace of {execution} is less than its resident experts")
     return ResidentExperts(
@@ -410,7 +346,7 @@ def _options(document: Mapping[str, object]) -> PlanOptions:
 def _certificate(entry: Mapping[str, object]) -> Certificate:
     return Certificate(
         verdict=Verdict(typed(entry, "verdict", str)),
-        **{name: count_of(entry[name], name) for name in _BOUNDS},
+        **{name: count_of(entry[name], name) for name in BOUNDS},
     )
 
 

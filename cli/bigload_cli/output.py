@@ -8,20 +8,19 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import typer
 
-from bigload.plain_text import printable
+from bigload.plain_text import PlainTable, printable
 from bigload_cli.options import ColorMode
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from bigload.checkpoint.model import Checkpoint
-    from bigload.plain_text import PlainTable
 
 LINE_EVERY_SECONDS = 30
 """Of progress, where stderr is no terminal."""
@@ -32,6 +31,46 @@ SHOWN_AFTER_SECONDS = 1
 _UNLIMITED_WIDTH = 10_000
 _BLANKS_AT_LINE_END = re.compile(r"[ ]+((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
 _ASCII = str.maketrans({"±": "+-", "…": "..", "σ": "sd", "×": "x"})
+
+
+class AnswerForm(NamedTuple):
+    """Form of an answer: a document for programs, the one value that a script wants, or lines and tables for people."""
+
+    as_json: bool
+    quiet: bool
+    color: ColorMode
+
+    @property
+    def is_for_people(self) -> bool:
+        """Whether lines and tables are printed, and what belongs beside them."""
+        return not (self.as_json or self.quiet)
+
+
+def print_answer(
+    form: AnswerForm,
+    document: Callable[[], object],
+    value: str | None,
+    shown: Callable[[], Iterable[str | PlainTable]],
+) -> None:
+    """Print an answer in the form that was asked for; without a `value`, a script has the exit code alone."""
+    if form.as_json:
+        print_json(document())
+    elif not form.quiet:
+        print_shown(shown(), color=form.color)
+    elif value is not None:
+        print_text(value)
+
+
+def print_shown(pieces: Iterable[str | PlainTable], *, color: ColorMode) -> None:
+    """Print lines and tables of the answer."""
+    for piece in pieces:
+        print_text(piece) if isinstance(piece, str) else print_table(piece, color=color)
+
+
+def say_shown(pieces: Iterable[str | PlainTable], *, color: ColorMode) -> None:
+    """Print lines and tables beside the answer."""
+    for piece in pieces:
+        say(piece) if isinstance(piece, str) else say_table(piece, color=color)
 
 
 def print_json(document: object) -> None:

@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
 
-from bigload.plain_text import printable
+from bigload.plain_text import PlainTable, printable
 from bigload_cli.failures import ANSWER_IS_NO, FAILED, INTERRUPTED, NOTHING_IS_LEFT, TERMINATED, StoppedError
-from bigload_cli.output import say
+from bigload_cli.output import AnswerForm, print_answer, print_shown, say, say_shown
 
 if TYPE_CHECKING:
     from bigload.layouts.resharding.preparation import PreparedReshard
+
+
+def announce(pieces: Iterable[str | PlainTable], form: AnswerForm, *, dry_run: bool) -> None:
+    """Print what is to be written: that is the answer of a dry run, and stands beside that of a real one."""
+    if form.is_for_people:
+        (print_shown if dry_run else say_shown)(pieces, color=form.color)
+
+
+def deliver(
+    out: Path, form: AnswerForm, *, document: Callable[..., object], closing: Callable[..., Iterable[str]] | None
+) -> None:
+    """Print what was done, for people by `closing`, unless it was a dry run; both are given the peak memory."""
+    from bigload.machine.memory.process_memory import peak_bytes
+
+    peak = peak_bytes()
+    if closing is not None and form.is_for_people:
+        say("")
+    print_answer(
+        form,
+        lambda: document(peak_bytes=peak),
+        str(out),
+        lambda: ["\ndry run: nothing was written"] if closing is None else closing(peak_bytes=peak),
+    )
 
 
 def say_lack_of_space(prepared: PreparedReshard) -> None:

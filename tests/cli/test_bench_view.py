@@ -36,13 +36,8 @@ def compare(name, text):
 
 
 def as_text(report):
-    lines = [
-        view.headline(report, name="llama-8b"),
-        "",
-        view.strategies(report).as_text(),
-        *view.closing(report, blocks=True),
-    ]
-    return "\n".join(lines) + "\n"
+    pieces = view.shown(report, name="llama-8b", blocks=True)
+    return "".join(f"{piece}\n" if isinstance(piece, str) else piece.as_text() for piece in pieces)
 
 
 def test_a_bench_in_a_pipe():

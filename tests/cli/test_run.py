@@ -36,8 +36,8 @@ needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reaso
 
 
 def stats_text(report):
-    lines = [view.headline(report, name="llama-8b"), "", *(table.as_text() for table in view.tables(report))]
-    return "\n".join([*lines, *view.closing(report)]) + "\n"
+    pieces = view.shown(report, name="llama-8b")
+    return "".join(f"{piece}\n" if isinstance(piece, str) else piece.as_text() for piece in pieces)
 
 
 ONE = run_report(answer(forward(0.25, disk=GIB, ram=2 * GIB), forward(), forward()))

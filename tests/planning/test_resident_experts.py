@@ -13,7 +13,7 @@ from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.expert_stats import ExpertStats
 from bigload.planning.options import options_of
 from bigload.planning.placement.optimality import Verdict
-from bigload.planning.plan_file import check_plan, plan_document, plan_from_json, plan_to_json
+from bigload.planning.plan_file import check_plan, plan_from_json, plan_to_json
 from bigload.planning.planner import plan, plan_details
 from bigload.planning.questions.explain import explain
 from builders import checkpoint_of
@@ -87,7 +87,7 @@ def test_experts_stay_on_the_accelerator_and_ram_has_the_layers_that_are_fetched
 def test_a_model_that_fits_has_no_resident_experts():
     made = planned({"cpu": 500})
     assert made.resident_experts is None
-    assert plan_document(made)["resident_experts"]["experts"] == {}
+    assert made.document()["resident_experts"]["experts"] == {}
     assert plan_to_json(made) == plan_to_json(planned({"cpu": 500}, uses=None))
 
 
@@ -140,7 +140,7 @@ def test_a_plan_that_was_changed_is_refused(change, words):
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused(change):
-    document = plan_document(planned({"cpu": 150}))
+    document = planned({"cpu": 150}).document()
     document["resident_experts"] |= change
     with pytest.raises(InvalidPlanError):
         plan_from_json(json.dumps(document))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bigload.checkpoint.index import read_index, resolve_shard
 from bigload.checkpoint.source import open_checkpoint
-from bigload.planning.plan_file import plan_document, plan_from_json
+from bigload.planning.plan_file import plan_from_json
 from bigload.planning.planner import plan
 from builders import checkpoint_of, only_our_errors
 
@@ -90,7 +90,7 @@ def test_random_text_as_a_plan_raises_nothing_but_our_errors(text):
         plan_from_json(text)
 
 
-PLAN = plan_document(plan(checkpoint_of({"a.w": 1, "b.w": 2}), {"cpu": 10}))
+PLAN = plan(checkpoint_of({"a.w": 1, "b.w": 2}), {"cpu": 10}).document()
 spoiled = {
     part: st.dictionaries(st.sampled_from(sorted(document)), values, max_size=2)
     for part, document in {"": PLAN, "options": PLAN["options"], "certificate": PLAN["certificate"]}.items()

@@ -5,18 +5,21 @@ Ranks are tensor-parallel within pipeline stages. A plan is data, as that of one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bigload.plain_text import PlainTable, printable
 from bigload.planning.model_parallel.rank_grid import Communication, Links, RankGrid
 from bigload.planning.module_table import folded_names, ranges
+from bigload.planning.options import rank_keywords
 from bigload.planning.plan import SHORTEST_SECONDS, PlannedCheckpoint, duration, tokens, usage_bar
 from bigload.planning.workload import PREFILL_CHUNK
 from bigload.units import common_unit, counted, format_size
 
 TERMS = ("weights", "padding", "kv", "logits", "activation", "overhead")
 """What takes memory on a GPU, in the order in which equations show it."""
+
+COUNTS = ("num_sums", "num_host_sums", "num_sends", "num_host_sends", "message_bytes", "logits_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,9 @@ class ParallelPlan(PlannedCheckpoint):
         communication: What ranks send one another in a forward pass.
     """
 
+    schema = "bigload.parallel-plan/1.0"
+    kind = "plan file for ranks"
+
     grid: RankGrid
     links: Links
     tp_rules: Mapping[str, str]
@@ -95,9 +101,43 @@ class ParallelPlan(PlannedCheckpoint):
         """Return the least time that communication takes for one token of each sequence."""
         return self.communication.seconds(self.links)
 
-    def __str__(self) -> str:
-        """Return the table that `bigload plan` prints."""
-        return "\n".join([headline(self), "", stage_table(self, blocks=True).as_text(), *closing_lines(self)])
+    def shown(self, *, blocks: bool, times: str | None = None) -> Iterator[str | PlainTable]:  # noqa: ARG002
+        yield headline(self)
+        yield from ("", stage_table(self, blocks=blocks), "")
+        yield from closing_lines(self)
+
+    def document(self) -> dict[str, object]:
+        grid, sent = self.grid, self.communication
+        return {
+            "schema": self.schema,
+            "checkpoint": self._about_checkpoint(),
+            "tp": grid.tp,
+            "pp": grid.pp,
+            "hosts": grid.hosts,
+            "options": {**rank_keywords(self.options), "mtp": self.options.keep_extra_layers},
+            "tp_rules": dict(self.tp_rules),
+            "links": {"gpu_bandwidth": self.links.gpu, "host_bandwidth": self.links.host},
+            "stages": [{"modules": list(modules)} for modules in self.stages],
+            "left_out": list(self.left_out),
+            "ranks": [
+                {
+                    "rank": use.rank,
+                    "stage": grid.stage_of(use.rank),
+                    "host": grid.host_of(use.rank),
+                    "gpu": use.rank % grid.gpus_per_host,
+                    "budget_bytes": use.budget_bytes,
+                    **{f"{term}_bytes": getattr(use, f"{term}_bytes") for term in TERMS},
+                    "free_bytes": use.free_bytes,
+                }
+                for use in self.ranks
+            ],
+            "communication": {
+                **{name: getattr(sent, name) for name in COUNTS},
+                "logits_cross_hosts": sent.logits_cross_hosts,
+                "token_seconds": self.token_seconds(),
+            },
+            "notes": self._named_notes(),
+        }
 
 
 def headline(plan: ParallelPlan) -> str:

@@ -5,68 +5,25 @@ It is another document than a plan for one machine, so what reads only those ref
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from bigload.checkpoint.model import Checkpoint
-from bigload.documents import check_replaceable, count_of, typed, write_whole
+from bigload.documents import count_of, typed
 from bigload.planning.model_parallel.divided_model import DividedModel
-from bigload.planning.model_parallel.parallel_plan import TERMS, ParallelPlan, RankUse
+from bigload.planning.model_parallel.parallel_plan import COUNTS, TERMS, ParallelPlan, RankUse
 from bigload.planning.model_parallel.rank_grid import Communication, Links, RankGrid
 from bigload.planning.options import PlanOptions, RankKeywords, options_of
-from bigload.planning.plan_document import (
-    checkpoint_document,
-    names_in,
-    notes_document,
-    subject_in,
-    workload_document,
+from bigload.planning.plan_document import names_in, subject_in
+from bigload.planning.plan_file import (
+    check_subject,
+    is_plan,
+    open_unchanged,
+    parse_plan,
+    plan_text,
+    refuse_plan,
+    write_plan,
 )
-from bigload.planning.plan_file import check_subject, is_plan, open_unchanged, parse_plan, plan_text, refuse_plan
-
-SCHEMA = "bigload.parallel-plan/1.0"
-
-_COUNTS = ("num_sums", "num_host_sums", "num_sends", "num_host_sends", "message_bytes", "logits_bytes")
-
-
-def parallel_plan_document(plan: ParallelPlan) -> dict[str, object]:
-    """Return the plan as plain JSON values."""
-    sent = plan.communication
-    return {
-        "schema": SCHEMA,
-        "checkpoint": checkpoint_document(plan),
-        "tp": plan.grid.tp,
-        "pp": plan.grid.pp,
-        "hosts": plan.grid.hosts,
-        "options": {**workload_document(plan.options), "mtp": plan.options.keep_extra_layers},
-        "tp_rules": dict(plan.tp_rules),
-        "links": {"gpu_bandwidth": plan.links.gpu, "host_bandwidth": plan.links.host},
-        "stages": [{"modules": list(modules)} for modules in plan.stages],
-        "left_out": list(plan.left_out),
-        "ranks": [
-            {
-                "rank": use.rank,
-                "stage": plan.grid.stage_of(use.rank),
-                "host": plan.grid.host_of(use.rank),
-                "gpu": use.rank % plan.grid.gpus_per_host,
-                "budget_bytes": use.budget_bytes,
-                **{f"{term}_bytes": getattr(use, f"{term}_bytes") for term in TERMS},
-                "free_bytes": use.free_bytes,
-            }
-            for use in plan.ranks
-        ],
-        "communication": {
-            **{name: getattr(sent, name) for name in _COUNTS},
-            "logits_cross_hosts": sent.logits_cross_hosts,
-            "token_seconds": plan.token_seconds(),
-        },
-        "notes": notes_document(plan),
-    }
-
-
-def parallel_plan_to_json(plan: ParallelPlan) -> str:
-    """Return the text of the file."""
-    return json.dumps(parallel_plan_document(plan), indent=2, ensure_ascii=False) + "\n"
 
 
 def write_parallel_plan(plan: ParallelPlan, path: str | Path) -> None:
@@ -76,13 +33,12 @@ def write_parallel_plan(plan: ParallelPlan, path: str | Path) -> None:
         OutputExistsError: something that is no such plan stands there.
         WriteError: the system refused.
     """
-    check_replaceable(Path(path), is_parallel_plan, reason="it is not a plan file for ranks")
-    write_whole(Path(path), parallel_plan_to_json(plan))
+    write_plan(plan, path)
 
 
 def is_parallel_plan(path: str | Path) -> bool:
     """Return whether `path` is a file that says it is a parallel plan, of whatever version."""
-    return is_plan(Path(path), SCHEMA)
+    return is_plan(Path(path), schema=ParallelPlan.schema)
 
 
 def read_parallel_plan(path: str | Path) -> ParallelPlan:
@@ -97,7 +53,7 @@ def read_parallel_plan(path: str | Path) -> ParallelPlan:
 
 def parallel_plan_from_json(text: str, *, source: str = "the plan") -> ParallelPlan:
     """Return the plan that `text` describes; `source` names it in errors."""
-    return parse_plan(text, SCHEMA, _plan, source=source)
+    return parse_plan(text, ParallelPlan.schema, _plan, source=source)
 
 
 def open_parallel_planned(
@@ -147,7 +103,7 @@ def _plan(document: Mapping[str, object]) -> ParallelPlan:
         communication=Communication(
             tp=grid.tp,
             logits_cross_hosts=bool(sent["logits_cross_hosts"]),
-            **{name: count_of(sent[name], name) for name in _COUNTS},
+            **{name: count_of(sent[name], name) for name in COUNTS},
         ),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from bigload.devices import CPU, DISK
@@ -67,6 +67,11 @@ class Prediction:
     def tokens_per_second(self) -> float:
         """Tokens of all sequences together."""
         return self.batch / max(self.token_seconds, _SHORTEST_SECONDS)
+
+    def document(self) -> dict[str, object]:
+        """Return it as plain JSON values."""
+        steps = [step._asdict() for step in self.steps]
+        return {**asdict(self), "tokens_per_second": self.tokens_per_second, "steps": steps}
 
     def __str__(self) -> str:
         """Return the sentence that `bigload plan` prints."""

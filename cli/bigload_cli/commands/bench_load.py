@@ -21,6 +21,7 @@ from bigload_cli.options import (
 
 if TYPE_CHECKING:
     from bigload.bench.results.report import BenchReport
+    from bigload_cli.output import AnswerForm
 
 EPILOG = """\b
 Examples:
@@ -64,7 +65,7 @@ def bench_load(
 
     The strategies take turns, and are checked to load identical bytes. PATH has to fit into memory.
     """
-    from bigload_cli import output
+    from bigload_cli.output import AnswerForm, status_line
 
     counts, ways = thread_counts(threads), methods(method)
     inflight = None if max_inflight is None else size_option("--max-inflight", max_inflight)
@@ -78,7 +79,7 @@ def bench_load(
     from bigload.errors import LoadError
 
     checkpoint = open_checkpoint(path)
-    with output.status_line(quiet=quiet) as on_run:
+    with status_line(quiet=quiet) as on_run:
         report = run_bench(
             checkpoint,
             threads=counts,
@@ -98,7 +99,7 @@ def bench_load(
         )
     written = write_files(report, name=checkpoint.name, markdown=export_markdown, plot=plot, trace=trace)
     if not on_stdout:
-        _show(report, name=checkpoint.name, as_json=as_json, quiet=quiet, color=color)
+        _show(report, checkpoint.name, AnswerForm(as_json, quiet, color))
     if not quiet:
         say_written(written)
 
@@ -149,22 +150,19 @@ def write_files(
     )
 
 
-def _show(report: BenchReport, *, name: str, as_json: bool, quiet: bool, color: ColorMode) -> None:
+def _show(report: BenchReport, name: str, form: AnswerForm) -> None:
+    from bigload.bench.results.document import bench_document
+    from bigload.plain_text import printable
     from bigload_cli import output
+    from bigload_cli.views import bench_load as view
 
-    if as_json:
-        from bigload.bench.results.document import bench_document
-
-        output.print_json(bench_document(report))
-    elif quiet:
-        assert report.recommendation is not None, "a finished bench has one"
-        output.print_text(str(report.recommendation.threads))
-    else:
-        from bigload.plain_text import printable
-        from bigload_cli.views import bench_load as view
-
-        output.print_text(view.headline(report, name=name) + "\n")
-        output.print_table(view.strategies(report), color=color)
-        output.print_text("\n".join(["", *view.closing(report, blocks=output.can_draw_on_stdout())]))
-        for warning in report.warnings:
-            output.say(f"warning: {printable(warning.text)}")
+    assert report.recommendation is not None, "a finished bench has one"
+    threads = str(report.recommendation.threads)
+    output.print_answer(
+        form,
+        lambda: bench_document(report),
+        threads,
+        lambda: view.shown(report, name=name, blocks=output.can_draw_on_stdout()),
+    )
+    for warning in report.warnings if form.is_for_people else ():
+        output.say(f"warning: {printable(warning.text)}")

@@ -44,13 +44,7 @@ def diff(
 
     with shown_progress(quiet=quiet or as_json) as on_progress:
         report = compare(first, second, trust_digests=not compare_bytes, threads=io_threads, on_progress=on_progress)
-    if as_json:
-        output.print_json(view.document(report))
-    elif not quiet:
-        output.print_text("\n".join(view.headlines(report)))
-        table = view.changed(report)
-        if table is not None:
-            output.print_text("")
-            output.print_table(table, color=color)
+    form = output.AnswerForm(as_json, quiet, color)
+    output.print_answer(form, document=lambda: view.document(report), value=None, shown=lambda: view.shown(report))
     if not report.is_equal:
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from bigload_cli.options import (
     bytes_in_flight,
     option,
 )
-from bigload_cli.output_folders import confirm, interruptible, say_lack_of_space
+from bigload_cli.output_folders import announce, confirm, deliver, interruptible, say_lack_of_space
 
 if TYPE_CHECKING:
     from bigload.layouts.fetching.fetch import FetchReport, PreparedFetch
@@ -81,7 +82,8 @@ def fetch(
     """
     from bigload.layouts.fetching.fetch import prepare_fetch
     from bigload.layouts.fetching.options import DEFAULT_MAX_INFLIGHT, FetchOptions
-    from bigload_cli import output
+    from bigload_cli.output import AnswerForm, say_warnings
+    from bigload_cli.views import fetch as view
 
     in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)
     with named_as_options(_OPTIONS):
@@ -99,25 +101,18 @@ def fetch(
             max_inflight=in_flight,
         )
         prepared = prepare_fetch(model, out, options)
-    output.say_warnings(prepared.run.checkpoint)
-    if not as_json and not quiet:
-        _announce(prepared, dry_run=dry_run, color=color)
+    form = AnswerForm(as_json, quiet, color)
+    say_warnings(prepared.run.checkpoint)
+    announce(view.announced(prepared, dry_run=dry_run), form, dry_run=dry_run)
     report = None if dry_run else _run(prepared, yes=yes, quiet=quiet)
-    _deliver(prepared, report, as_json=as_json, quiet=quiet)
+    deliver(
+        prepared.run.out,
+        form,
+        document=partial(view.document, prepared, report),
+        closing=None if report is None else partial(view.closing, prepared, report),
+    )
     if dry_run:
         say_lack_of_space(prepared.run)
-
-
-def _announce(prepared: PreparedFetch, *, dry_run: bool, color: ColorMode) -> None:
-    from bigload_cli import output
-    from bigload_cli.views import fetch as view
-    from bigload_cli.views.reshard import files
-
-    if not dry_run:
-        output.say(view.headline(prepared))
-        return
-    output.print_text(view.headline(prepared) + "\n")
-    output.print_table(files(prepared.run), color=color)
 
 
 def _run(prepared: PreparedFetch, *, yes: bool, quiet: bool) -> FetchReport:
@@ -131,20 +126,3 @@ def _run(prepared: PreparedFetch, *, yes: bool, quiet: bool) -> FetchReport:
         interruptible(prepared.run, how="run the same command to go on"),
     ):
         return run_fetch(prepared, on_progress=on_progress)
-
-
-def _deliver(prepared: PreparedFetch, report: FetchReport | None, *, as_json: bool, quiet: bool) -> None:
-    from bigload.machine.memory.process_memory import peak_bytes
-    from bigload_cli import output
-    from bigload_cli.views import fetch as view
-
-    peak = peak_bytes()
-    if as_json:
-        output.print_json(view.document(prepared, report, peak_bytes=peak))
-    elif quiet:
-        output.print_text(str(prepared.run.out))
-    elif report is None:
-        output.print_text("\ndry run: nothing was written")
-    else:
-        output.say("")
-        output.print_text("\n".join(view.closing(prepared, report, peak_bytes=peak)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bigload_cli.options import CHECKPOINT, COLOR, JSON, QUIET, ColorMode, option
+from bigload_cli.output import AnswerForm
 
 EPILOG = """\b
 Examples:
@@ -32,20 +33,11 @@ def inspect(
     from bigload.planning.module_table import outline
     from bigload_cli import output
 
+    form = output.AnswerForm(as_json, quiet, color)
     if _is_plan(path):
-        from bigload.planning.model_parallel.parallel_plan_file import is_parallel_plan, read_parallel_plan
-
-        if is_parallel_plan(path):
-            from bigload_cli.commands import parallel_plans
-
-            parallel_plans.show(read_parallel_plan(path), as_json=as_json, quiet=quiet, color=color)
-            return
-        from bigload.planning.plan_file import read_plan
-        from bigload_cli.commands.plan import show
-
-        show(read_plan(path), as_json=as_json, quiet=quiet, color=color)
+        _show_plan(path, form)
         return
-    checkpoint = output.open_shown(path, quiet=quiet or as_json)
+    checkpoint = output.open_shown(path, quiet=not form.is_for_people)
     output.say_warnings(checkpoint)
     if quiet and not as_json:
         output.print_text(str(checkpoint.total_bytes))
@@ -74,6 +66,14 @@ def inspect(
         output.print_table(view.modules(checkpoint, rows, blocks=output.can_draw_on_stdout()), color=color)
         output.print_text("")
         output.print_text(view.closing(checkpoint, list(blocks_of(tree)), path=path))
+
+
+def _show_plan(path: str, form: AnswerForm) -> None:
+    from bigload.planning.model_parallel.parallel_plan_file import is_parallel_plan, read_parallel_plan
+    from bigload.planning.plan_file import read_plan
+    from bigload_cli.plan_answers import show
+
+    show(read_parallel_plan(path) if is_parallel_plan(path) else read_plan(path), form)
 
 
 def _is_plan(path: str) -> bool:

@@ -27,7 +27,7 @@ def manifest(
     ),
     as_json: bool = JSON,
     quiet: bool = QUIET,
-    color: ColorMode = COLOR,  # noqa: ARG001 - every verb takes it; this one has no table
+    color: ColorMode = COLOR,
 ) -> None:
     """Write digests of a checkpoint's files and tensors.
 
@@ -41,7 +41,9 @@ def manifest(
 
     with shown_progress(quiet=quiet) as on_progress:
         report = write_manifest(folder, out, force=force, threads=io_threads, on_progress=on_progress)
-    if as_json:
-        output.print_json(view.document(report))
-    else:
-        output.print_text(str(report.path) if quiet else "\n".join(view.lines(report)))
+    output.print_answer(
+        output.AnswerForm(as_json, quiet, color),
+        lambda: view.document(report),
+        str(report.path),
+        lambda: view.lines(report),
+    )

@@ -53,15 +53,13 @@ def measure(
     kept = keep_profile(path, found.profile) if is_kept else None
     text = found.profile.to_json()
     written = write_results([(out, lambda: text)])
-    if on_stdout:
-        pass  # the profile is the answer
-    elif as_json:
-        output.print_json(json.loads(text))
-    elif quiet:
-        output.print_text(str(out or kept or ""))
-    else:
-        output.print_text(f"{printable(found.hardware)}\n")
-        output.print_table(view.figures(found.profile), color=color)
+    if not on_stdout:  # else the profile is the answer
+        output.print_answer(
+            output.AnswerForm(as_json, quiet, color),
+            lambda: json.loads(text),
+            str(out or kept or ""),
+            lambda: (f"{printable(found.hardware)}\n", view.figures(found.profile)),
+        )
     if quiet:
         return
     for note in found.notes:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from bigload.errors import OptionError
-from bigload_cli.options import ColorMode, size_option
+from bigload_cli.commands.questions import PlanAnswer, PlanQuestion
+from bigload_cli.options import size_option
+from bigload_cli.output import AnswerForm, open_shown, say_warnings
+from bigload_cli.plan_answers import deliver
 
 if TYPE_CHECKING:
     from bigload.checkpoint.model import Checkpoint
-    from bigload.planning.model_parallel.parallel_plan import ParallelPlan
     from bigload.planning.model_parallel.parallel_planner import ParallelRequest
     from bigload.planning.options import PlanOptions
-    from bigload_cli.commands.questions import PlanAnswer, PlanQuestion
 
 
 _ASKS = frozenset(("tp", "tp_rules", "pp", "hosts", "gpu_bandwidth", "host_bandwidth"))
@@ -59,15 +60,12 @@ def run(
     gpu_bandwidth: str | None,
     host_bandwidth: str | None,
     out: Path | None,
-    as_json: bool,
-    quiet: bool,
-    color: ColorMode,
+    form: AnswerForm,
 ) -> None:
     """Plan for ranks and show the plan, or answer `question`."""
     from bigload.planning.model_parallel.parallel_planner import ParallelRequest, plan_parallel
     from bigload.planning.model_parallel.rank_grid import GPU_BANDWIDTH, HOST_BANDWIDTH, Links, RankGrid
     from bigload.planning.tensor_parallel.rules import read_tp_rules
-    from bigload_cli.output import open_shown, say_warnings
 
     request = ParallelRequest(
         grid=RankGrid(tp=tp or 1, pp=pp or 1, hosts=hosts or 1),
@@ -79,14 +77,13 @@ def run(
         ),
     )
     gpu_bytes = 0 if question.needs_no_budget else _gpu_bytes(max_memory)
-    checkpoint = open_shown(path, quiet=quiet or as_json)
+    checkpoint = open_shown(path, quiet=not form.is_for_people)
     say_warnings(checkpoint)
     if question.asked:
-        from bigload_cli.commands.questions import print_answer
-
-        print_answer(_answer(question, checkpoint, gpu_bytes, request), as_json=as_json, quiet=quiet, color=color)
+        _answer(question, checkpoint, gpu_bytes, request).print(form)
         return
-    _deliver(plan_parallel(checkpoint, gpu_bytes, request), out, as_json=as_json, quiet=quiet, color=color)
+    made = plan_parallel(checkpoint, gpu_bytes, request)
+    deliver(made, form, out=out, value=str(max(use.used_bytes for use in made.ranks)))
 
 
 def _gpu_bytes(max_memory: list[str] | None) -> int:
@@ -101,7 +98,6 @@ def _gpu_bytes(max_memory: list[str] | None) -> int:
 
 def _answer(question: PlanQuestion, checkpoint: Checkpoint, gpu_bytes: int, request: ParallelRequest) -> PlanAnswer:
     from bigload.planning.model_parallel import parallel_questions
-    from bigload_cli.commands.questions import PlanAnswer
     from bigload_cli.views import parallel_plans as view
     from bigload_cli.views.questions import longest_context, of_longest_context
 
@@ -125,43 +121,3 @@ def _answer(question: PlanQuestion, checkpoint: Checkpoint, gpu_bytes: int, requ
         value="unlimited" if longest.most_tokens is None else str(longest.most_tokens),
         document=of_longest_context(longest, checkpoint.path),
     )
-
-
-def _deliver(plan: ParallelPlan, out: Path | None, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
-    from bigload.documents import is_stream
-    from bigload.planning.model_parallel.parallel_plan_file import parallel_plan_to_json, write_parallel_plan
-    from bigload_cli.output import print_text, say
-    from bigload_cli.result_files import answers_on_stdout, is_stdout, say_written, write_result
-    from bigload_cli.views.text import next_command
-
-    on_stdout = answers_on_stdout((out,), as_json=as_json and not is_stdout(out))
-    if out is not None and is_stdout(out):
-        write_result(out, parallel_plan_to_json(plan))
-    elif out is not None:
-        write_parallel_plan(plan, out)
-    if quiet and not as_json and not on_stdout:
-        print_text(str(out or max(use.used_bytes for use in plan.ranks)))
-    elif not on_stdout:
-        show(plan, as_json=as_json, quiet=False, color=color)
-    if not quiet and out is not None and not on_stdout:
-        say_written([out])
-        if not is_stream(out):
-            say(next_command(plan, out))
-
-
-def show(plan: ParallelPlan, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
-    """Print a plan for ranks in the form that was asked for."""
-    from bigload_cli import output
-
-    if as_json:
-        from bigload.planning.model_parallel.parallel_plan_file import parallel_plan_document
-
-        output.print_json(parallel_plan_document(plan))
-    elif quiet:
-        output.print_text(str(plan.total_bytes))
-    else:
-        from bigload.planning.model_parallel.parallel_plan import closing_lines, headline, stage_table
-
-        output.print_text(headline(plan) + "\n")
-        output.print_table(stage_table(plan, blocks=output.can_draw_on_stdout()), color=color)
-        output.print_text("\n".join(["", *closing_lines(plan)]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from bigload.errors import OptionError
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.policy_registry import POLICIES
 from bigload_cli.commands import parallel_plans, predictions, questions
@@ -25,8 +26,12 @@ from bigload_cli.options import (
     ColorMode,
     option,
 )
+from bigload_cli.output import AnswerForm, open_shown, print_text, say_warnings
+from bigload_cli.plan_answers import deliver
+from bigload_cli.result_files import is_stdout
 
 if TYPE_CHECKING:
+    from bigload.machine.profiles.machine_profile import MachineProfile
     from bigload.planning.budget.budget import MemoryBudget
     from bigload.planning.plan import Plan
     from bigload.planning.planner import PlanDetails
@@ -162,11 +167,10 @@ def plan(
     Works from the names and sizes in the headers alone: no model code, no torch, no weights. With --tp, --pp or
     --hosts: which rank holds which part, one GPU of -m SIZE each.
     """
-    from bigload.errors import OptionError
     from bigload.planning.options import options_of
     from bigload.planning.planner import plan_details
-    from bigload_cli.output import open_shown, say_warnings
 
+    form = AnswerForm(as_json, quiet, color)
     is_for_ranks = parallel_plans.asked(ctx)
     if offload is not None:
         policy, prefetch, no_split = _offload(offload, policy, prefetch=prefetch, no_split=no_split)
@@ -205,18 +209,16 @@ def plan(
             gpu_bandwidth=gpu_bandwidth,
             host_bandwidth=host_bandwidth,
             out=out,
-            as_json=as_json,
-            quiet=quiet,
-            color=color,
+            form=form,
         )
         return
     budget = None if asked.needs_no_budget else _budget(max_memory, use_disk=use_disk)
     if offload is not None and budget is not None and not budget.accelerators:
         raise OptionError(f"--offload {offload} without a GPU", hint="name one to bring weights to: -m cuda:0=8GiB")
-    checkpoint = open_shown(path, quiet=quiet or as_json)
+    checkpoint = open_shown(path, quiet=not form.is_for_people)
     say_warnings(checkpoint)
     if asked.asked:
-        questions.answer(asked, checkpoint, budget, options, as_json=as_json, quiet=quiet, color=color)
+        questions.answer(asked, checkpoint, budget, options).print(form)
         return
     assert budget is not None, "a plan has one"
     machine = predictions.predictor(
@@ -225,7 +227,7 @@ def plan(
         measure=measure,
         disk_bandwidth=None if disk_bandwidth is None else options.bandwidth.disk,
         link_bandwidth=None if link_bandwidth is None else options.bandwidth.link,
-        quiet=quiet or as_json,
+        quiet=not form.is_for_people,
     )
     if fit or target is not None:
         made = predictions.plan_that_does(
@@ -242,7 +244,6 @@ def plan(
         _check(made, fail_if)
     if emit is not None:
         from bigload.planning.llama_cpp import llama_cpp_arguments
-        from bigload_cli.output import print_text
 
         if out is not None:
             from bigload.planning.plan_file import write_plan
@@ -253,15 +254,13 @@ def plan(
         print_text(text)
         return
     prediction = None if machine is None else machine.of(made.plan, made.structure)
-    _deliver(made, prediction, machine, out, html, as_json=as_json, quiet=quiet, color=color)
+    _deliver(made, form, out, html, prediction, None if machine is None else machine.counted)
 
 
 def _offload(
     offload: Offload, policy: str, *, prefetch: bool, no_split: list[str] | None
 ) -> tuple[str, bool, list[str] | None]:
     """Return the policy, whether two units are in flight, and what stays whole."""
-    from bigload.errors import OptionError
-
     contradicting = {"--policy": policy != Policy.OPTIMAL, "--prefetch": prefetch, "--no-split": bool(no_split)}
     if given := [name for name, is_given in contradicting.items() if is_given]:
         raise OptionError(
@@ -272,7 +271,6 @@ def _offload(
 
 
 def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
-    from bigload.errors import OptionError
     from bigload.planning.budget import budget
 
     if not max_memory:
@@ -284,70 +282,32 @@ def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
 
 def _deliver(
     made: PlanDetails,
-    prediction: Prediction | None,
-    machine: predictions.Predictor | None,
+    form: AnswerForm,
     out: Path | None,
     html: Path | None,
-    *,
-    as_json: bool,
-    quiet: bool,
-    color: ColorMode,
+    prediction: Prediction | None,
+    profile: MachineProfile | None,
 ) -> None:
-    """Write the files that were asked for, show the plan, and say what comes next."""
-    from bigload.documents import is_stream
-    from bigload_cli.output import print_text, say
-    from bigload_cli.result_files import answers_on_stdout, is_stdout, say_written, write_result
-
-    # --json and `-o -` are the same document, but for the prediction: a plan file says nothing about machines.
-    on_stdout = answers_on_stdout((out, html), as_json=as_json and not is_stdout(out))
-    if out is not None:
-        from bigload.planning.plan_file import plan_to_json, write_plan
-
-        if is_stdout(out):
-            write_result(out, plan_to_json(made.plan))
-        else:
-            write_plan(made.plan, out)
-    if html is not None:
+    def write_page(path: Path) -> None:
         from bigload_cli.views.plan_page.html_report import write_report
 
-        profile = machine.counted if machine is not None and prediction is not None else None
-        write_report(made, html, plan_file=None if is_stdout(out) else out, prediction=prediction, profile=profile)
-    if quiet and not as_json and not on_stdout:
-        print_text(str(out or html or _weights_by_device(made.plan)))
-    elif not on_stdout:
-        show(made.plan, prediction, as_json=as_json, quiet=False, color=color)
-    if quiet:
-        return
-    say_written([path for path in (html, out) if path is not None])
-    if out is not None and not on_stdout and not is_stream(out):
-        from bigload_cli.views.text import next_command
+        plan_file, known = (None if is_stdout(out) else out), (None if prediction is None else profile)
+        write_report(made, path, plan_file=plan_file, prediction=prediction, profile=known)
 
-        say(next_command(made.plan, out))
+    deliver(
+        made.plan,
+        form,
+        out=out,
+        html=html,
+        write_page=write_page,
+        value=_weights_by_device(made.plan),
+        prediction=prediction,
+    )
 
 
 def _weights_by_device(plan: Plan) -> str:
     """Return the bytes of weights on each device in the form of -m: `cuda:0=5242880,cpu=8388608,disk=1048576`."""
     return ",".join(f"{use.device}={use.weights_bytes}" for use in plan.used_devices)
-
-
-def show(made: Plan, prediction: Prediction | None = None, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
-    """Print a plan in the form that was asked for."""
-    from bigload_cli import output
-
-    if as_json:
-        from bigload.planning.plan_file import plan_document
-        from bigload_cli.views.prediction import of_prediction
-
-        found = None if prediction is None else of_prediction(prediction)
-        output.print_json({**plan_document(made), "prediction": found})
-    elif quiet:
-        output.print_text(str(made.total_bytes))
-    else:
-        from bigload.planning.plan import closing_lines, device_table, headline
-
-        output.print_text(headline(made) + "\n")
-        output.print_table(device_table(made, blocks=output.can_draw_on_stdout()), color=color)
-        output.print_text("\n".join(["", *closing_lines(made, None if prediction is None else str(prediction))]))
 
 
 def _check(made: PlanDetails, tier: FailIf | None) -> None:

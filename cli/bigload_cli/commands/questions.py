@@ -8,13 +8,15 @@ import typer
 
 from bigload.planning.policy_registry import POLICIES
 from bigload_cli.failures import AnswerIsNoError
+from bigload_cli.output import AnswerForm, print_answer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bigload.checkpoint.model import Checkpoint
     from bigload.plain_text import PlainTable
     from bigload.planning.budget.budget import MemoryBudget
     from bigload.planning.options import PlanOptions
-    from bigload_cli.options import ColorMode
 
 
 class PlanQuestion(NamedTuple):
@@ -55,9 +57,13 @@ class PlanQuestion(NamedTuple):
 class PlanAnswer(NamedTuple):
     """An answer in its three forms: for people, for scripts that want one value, and for programs."""
 
-    shown: PlainTable | list[str]
+    shown: Sequence[str | PlainTable]
     value: str
     document: dict[str, object]
+
+    def print(self, form: AnswerForm) -> None:
+        """Print the form that was asked for."""
+        print_answer(form, lambda: self.document, self.value, lambda: self.shown)
 
 
 def answer(
@@ -65,31 +71,11 @@ def answer(
     checkpoint: Checkpoint,
     budget: MemoryBudget | None,
     options: PlanOptions,
-    *,
-    as_json: bool,
-    quiet: bool,
-    color: ColorMode,
-) -> None:
-    """Find the answer and print it."""
+) -> PlanAnswer:
+    """Find the answer."""
     if budget is None:
-        found = _about_need(question, checkpoint, options)
-    else:
-        found = _about_budget(question, checkpoint, budget, options)
-    print_answer(found, as_json=as_json, quiet=quiet, color=color)
-
-
-def print_answer(found: PlanAnswer, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
-    """Print an answer in the form that was asked for."""
-    from bigload_cli import output
-
-    if as_json:
-        output.print_json(found.document)
-    elif quiet:
-        output.print_text(found.value)
-    elif isinstance(found.shown, list):
-        output.print_text("\n".join(found.shown))
-    else:
-        output.print_table(found.shown, color=color)
+        return _about_need(question, checkpoint, options)
+    return _about_budget(question, checkpoint, budget, options)
 
 
 def _about_need(question: PlanQuestion, checkpoint: Checkpoint, options: PlanOptions) -> PlanAnswer:
@@ -139,7 +125,7 @@ def _about_budget(
     if question.compare is not None:
         outcomes = compare(structure, budget, options, _policies(question.compare))
         return PlanAnswer(
-            shown=view.comparison(outcomes),
+            shown=[view.comparison(outcomes)],
             value="\n".join(outcome.policy for outcome in outcomes if outcome.fits),
             document=view.of_comparison(outcomes, checkpoint.path),
         )

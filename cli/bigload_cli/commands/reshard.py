@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from bigload_cli.options import (
     option,
     size_option,
 )
-from bigload_cli.output_folders import confirm, interruptible, say_lack_of_space
+from bigload_cli.output_folders import announce, confirm, deliver, interruptible, say_lack_of_space
 from bigload_cli.transforms_given import check_beside, check_once, metadata_given, transforms_given
 
 if TYPE_CHECKING:
@@ -172,9 +173,12 @@ def reshard(
     from bigload.layouts.transforms.lora import MergeLora
     from bigload.layouts.transforms.quantize import Quantize
     from bigload.layouts.transforms.tensor_names import AddPrefix, Drop, Only, Rename
-    from bigload_cli.output import say, say_warnings
+    from bigload_cli.output import AnswerForm, say_shown, say_warnings
     from bigload_cli.progress import shown_progress
+    from bigload_cli.views import reshard as view
+    from bigload_cli.views.reshard_documents import of_reshard
 
+    form = AnswerForm(as_json, quiet, color)
     in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)
     if lora_scale and len(lora_scale) != len(lora or ()):
         raise OptionError.of("--lora-scale", len(lora_scale), "as many as there are --lora, in their order")
@@ -229,10 +233,9 @@ def reshard(
         prepared = run_on_all_ranks(team, prepare)
         if team.rank == 0:
             say_warnings(prepared.checkpoint)
-        if team.rank == 0 and not as_json and not quiet:
-            _announce(prepared, dry_run=dry_run, color=color)
-            if team.size > 1 and not dry_run:
-                say(f"{team.size} processes share the files; progress is that of the first")
+        if team.rank == 0:
+            pieces = view.announced(prepared, dry_run=dry_run, num_processes=team.size)
+            announce(pieces, form, dry_run=dry_run)
         report = None
         if not dry_run:
             if force and not prepared.is_finished:
@@ -240,22 +243,15 @@ def reshard(
             with shown_progress(quiet=quiet or team.rank > 0) as on_progress:
                 report = _run(prepared, on_progress, team)
     if team.rank == 0:
-        _deliver(prepared, report, as_json=as_json, quiet=quiet)
+        say_shown(view.warnings(report), color=color)
+        deliver(
+            prepared.out,
+            form,
+            document=partial(of_reshard, prepared, report),
+            closing=None if report is None else partial(view.closing, prepared, report),
+        )
     if team.rank == 0 and dry_run:
         say_lack_of_space(prepared)
-
-
-def _announce(prepared: PreparedReshard, *, dry_run: bool, color: ColorMode) -> None:
-    from bigload_cli import output
-    from bigload_cli.views import reshard as view
-
-    # What a dry run finds is its answer; before a real run the same is an announcement.
-    text, table = (output.print_text, output.print_table) if dry_run else (output.say, output.say_table)
-    text(view.headline(prepared))
-    rows = view.files(prepared) if dry_run else view.folders(prepared)
-    if rows is not None:
-        text("")
-        table(rows, color=color)
 
 
 def _run(prepared: PreparedReshard, on_progress: OnProgress, team: ProcessGroup) -> ReshardReport:
@@ -263,26 +259,3 @@ def _run(prepared: PreparedReshard, on_progress: OnProgress, team: ProcessGroup)
 
     with interruptible(prepared, how="run the same command with --resume to go on"):
         return run_reshard(prepared, on_progress=on_progress, team=team)
-
-
-def _deliver(prepared: PreparedReshard, report: ReshardReport | None, *, as_json: bool, quiet: bool) -> None:
-    from bigload.machine.memory.process_memory import peak_bytes
-    from bigload_cli import output
-
-    peak = peak_bytes()
-    if report is not None:
-        from bigload_cli.views import reshard as view
-
-        for line in view.warnings(report):
-            output.say(line)
-    if as_json:
-        from bigload_cli.views import reshard_documents
-
-        output.print_json(reshard_documents.of_reshard(prepared, report, peak_bytes=peak))
-    elif quiet:
-        output.print_text(str(prepared.out))
-    elif report is None:
-        output.print_text("\ndry run: nothing was written")
-    else:
-        output.say("")
-        output.print_text("\n".join(view.closing(prepared, report, peak_bytes=peak)))

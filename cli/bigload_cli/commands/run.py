@@ -193,7 +193,7 @@ def run(
         report = session.run()._replace(**expected)
     written = _write(session, trace, experts)
     if not on_stdout and (as_json or mode is _Mode.RANDOM):
-        _show(report, checkpoint.name, as_json=as_json, quiet=quiet, color=color)
+        _show(report, checkpoint.name, output.AnswerForm(as_json, quiet, color))
     elif stats and not quiet and mode in (_Mode.PROMPT, _Mode.FILE):
         _say(report, checkpoint.name, color=color)
     if not quiet:
@@ -328,30 +328,18 @@ def _write(session: Answering, trace: Path | None, experts: Path | None) -> list
     return write_results([(trace, lambda: json.dumps(run_trace(models))), (experts, recorded.to_json)])
 
 
-def _show(report: RunReport, name: str, *, as_json: bool, quiet: bool, color: ColorMode) -> None:
+def _show(report: RunReport, name: str, form: output.AnswerForm) -> None:
     """Print the statistics as the answer."""
     from bigload.generation.report import run_document
     from bigload_cli.views import run as view
 
-    if as_json:
-        output.print_json(run_document(report))
-        return
-    if quiet:
-        output.print_text(f"{report.median_seconds:.6f}")
-        return
-    output.print_text(view.headline(report, name=name) + "\n")
-    for table in view.tables(report):
-        output.print_table(table, color=color)
-        output.print_text("")
-    output.print_text("\n".join(view.closing(report)))
+    output.print_answer(
+        form, lambda: run_document(report), f"{report.median_seconds:.6f}", lambda: view.shown(report, name=name)
+    )
 
 
 def _say(report: RunReport, name: str, *, color: ColorMode) -> None:
     """Print the statistics beside the answer."""
     from bigload_cli.views import run as view
 
-    output.say(f"\n{view.headline(report, name=name)}\n")
-    for table in view.tables(report):
-        output.say_table(table, color=color)
-        output.say("")
-    output.say("\n".join(view.closing(report)))
+    output.say_shown(("", *view.shown(report, name=name)), color=color)

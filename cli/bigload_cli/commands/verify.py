@@ -29,7 +29,7 @@ def verify(
     ),
     as_json: bool = JSON,
     quiet: bool = QUIET,
-    color: ColorMode = COLOR,  # noqa: ARG001 - every verb takes it; this one has no table
+    color: ColorMode = COLOR,
 ) -> None:
     """Compare a folder with its manifest.
 
@@ -44,6 +44,8 @@ def verify(
     from bigload_cli import output
     from bigload_cli.failures import AnsweredError
     from bigload_cli.progress import shown_progress
+    from bigload_cli.views import verify as view
+    from bigload_cli.views.reshard_documents import of_verify
 
     level = Level.SIZE if size_only else Level.FULL
     with shown_progress(quiet=quiet or size_only) as on_progress:
@@ -51,19 +53,15 @@ def verify(
     peak = peak_bytes()
     for warning in report.warnings:
         output.say(f"warning: {printable(str(warning))}")
-    if as_json:
-        from bigload_cli.views import reshard_documents
-
-        output.print_json(reshard_documents.of_verify(report, peak_bytes=peak))
+    if not as_json:
+        report.check()
+    output.print_answer(
+        output.AnswerForm(as_json, quiet, color),
+        lambda: of_verify(report, peak_bytes=peak),
+        folder,
+        lambda: view.closing(report, peak_bytes=peak),
+    )
     try:
         report.check()
     except DamagedOutputError as error:
-        if as_json:
-            raise AnsweredError(error) from error
-        raise
-    if quiet and not as_json:
-        output.print_text(folder)
-    elif not as_json:
-        from bigload_cli.views import verify as view
-
-        output.print_text("\n".join(view.closing(report, peak_bytes=peak)))
+        raise AnsweredError(error) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.raw_limit import RawKind
@@ -32,6 +32,19 @@ _MEMORY_WORDS = {
     MemoryKind.FILE: "pages of the file, touched",
     MemoryKind.DEVICE: "memory of the device",
 }
+
+
+def shown(report: BenchReport, *, name: str, blocks: bool) -> Iterator[str | PlainTable]:
+    """Yield the headline, the table, the comparison, where the time went, the proof and the advice."""
+    yield headline(report, name=name) + "\n"
+    yield strategies(report)
+    yield ""
+    yield from _comparison(report)
+    yield from time_spent(report.fastest, blocks=blocks)
+    yield proof(report)
+    yield from (*choices(report), *raw_notes(report), *peer_notes(report))
+    yield ""
+    yield advice(report)
 
 
 def headline(report: BenchReport, *, name: str) -> str:
@@ -70,20 +83,6 @@ def strategies(report: BenchReport) -> PlainTable:
     for raw in limits(report):
         add(Styled(_RAW_NAMES[raw.read.kind], "dim"), raw.measured, 1.0)
     return table
-
-
-def closing(report: BenchReport, *, blocks: bool) -> list[str]:
-    """Return the comparison, where the time went, the proof and the advice."""
-    return [
-        *_comparison(report),
-        *time_spent(report.fastest, blocks=blocks),
-        proof(report),
-        *choices(report),
-        *raw_notes(report),
-        *peer_notes(report),
-        "",
-        advice(report),
-    ]
 
 
 def unit_of(report: BenchReport) -> tuple[str, float]:

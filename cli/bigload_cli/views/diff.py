@@ -16,6 +16,14 @@ _MAX_ROWS = 20
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
 
+def shown(report: DiffReport) -> Iterator[str | PlainTable]:
+    """Yield what is equal, what only one has, and a table of what differs."""
+    yield from headlines(report)
+    if report.changed:
+        yield ""
+        yield changed(report.changed)
+
+
 def headlines(report: DiffReport) -> Iterator[str]:
     """Yield what is equal, what only one has, and how much differs."""
     for path, names in ((report.first, report.only_first), (report.second, report.only_second)):
@@ -32,13 +40,11 @@ def headlines(report: DiffReport) -> Iterator[str]:
     yield f"{equal} equal{by_digest}, {verdict}; read {read}{rate}"
 
 
-def changed(report: DiffReport) -> PlainTable | None:
-    """Return a row for each tensor that differs, or for each kind of them where there are many; `None` for none."""
-    if not report.changed:
-        return None
+def changed(tensors: Sequence[TensorDifference]) -> PlainTable:
+    """Return a row for each tensor that differs, or for each kind of them where there are many."""
     # Names last: they are the longest, and cut nothing else in two on a narrow terminal.
     table = PlainTable(("CHANGED", "LARGEST", "MEAN", "TENSOR"), right=("CHANGED", "LARGEST", "MEAN"))
-    for name, members in _folded(report.changed):
+    for name, members in _folded(tensors):
         what = _what(members)
         shown = f"{printable(name)}: {what}" if what else printable(name)
         table.add(_share(members), _largest(members), _mean(members), shown)

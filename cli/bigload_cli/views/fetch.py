@@ -7,19 +7,23 @@ from collections.abc import Iterator
 from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.layouts.fetching.fetch import FetchReport, PreparedFetch
 from bigload.layouts.writing.staging import leftover, staging_folder
-from bigload.plain_text import printable
+from bigload.plain_text import PlainTable, printable
 from bigload.units import counted, format_rate, format_size
+from bigload_cli.views.reshard import files
 from bigload_cli.views.text import argument
 
 _SELECTION = ("only", "device", "rank", "tp", "include", "exclude")
 
 
-def headline(prepared: PreparedFetch) -> str:
-    """Return from where to where, how much, what is free there, and what is worth knowing."""
-    return "\n".join(_headlines(prepared))
+def announced(prepared: PreparedFetch, *, dry_run: bool) -> Iterator[str | PlainTable]:
+    """Yield what is to be fetched, with all files for a dry run."""
+    yield from _headlines(prepared)
+    if dry_run:
+        yield from ("", files(prepared.run))
 
 
 def _headlines(prepared: PreparedFetch) -> Iterator[str]:
+    """Yield from where to where, how much, what is free there, and what is worth knowing."""
     run = prepared.run
     yield f"{printable(prepared.source)} -> {printable(str(run.out))}"
     size, files = format_size(prepared.transfer_bytes), counted(len(run.output.files), "file")

@@ -24,12 +24,18 @@ SPARSE = 0.99
 _DAT_SUMMARY = "a .dat file per tensor and an index.json, as accelerate reads them"
 
 
-def headline(prepared: PreparedReshard) -> str:
-    """Return from where to where, how much, what is free there, and what is worth knowing."""
-    return "\n".join(_headlines(prepared))
+def announced(prepared: PreparedReshard, *, dry_run: bool, num_processes: int) -> Iterator[str | PlainTable]:
+    """Yield what is to be written, with all files for a dry run, and with folders otherwise."""
+    yield from _headlines(prepared)
+    table = files(prepared) if dry_run else folders(prepared)
+    if table is not None:
+        yield from ("", table)
+    if num_processes > 1 and not dry_run:
+        yield f"{num_processes} processes share the files; progress is that of the first"
 
 
 def _headlines(prepared: PreparedReshard) -> Iterator[str]:
+    """Yield from where to where, how much, what is free there, and what is worth knowing."""
     yield f"{printable(prepared.checkpoint.name)} -> {printable(str(prepared.out))}"
     size, free = format_size(prepared.num_bytes), format_size(prepared.free_bytes)
     files = counted(len(prepared.output.files), "file")
@@ -120,8 +126,10 @@ def kept(prepared: PreparedReshard) -> str | None:
     return f"none of {files} is finished, {counted(num_tensors, 'tensor')} {are} kept in {folder}"
 
 
-def warnings(report: ReshardReport) -> list[str]:
+def warnings(report: ReshardReport | None) -> list[str]:
     """Return a line for every tensor that lost values, the most first."""
+    if report is None:
+        return []
     worst = sorted(report.overflows.items(), key=lambda item: (-item[1], item[0]))
     dtypes = {tensor.name: tensor.dtype.name for output in report.output.files for tensor in output.tensors}
     lines = (

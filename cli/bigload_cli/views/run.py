@@ -17,6 +17,18 @@ _MOST_ROWS = 20
 """Of answers; of more, the table has the sum."""
 
 
+def shown(report: RunReport, *, name: str) -> Iterator[str | PlainTable]:
+    """Yield what ran, its steps, what was predicted of them where this machine has been measured, and rates."""
+    yield headline(report, name=name) + "\n"
+    for table in (steps(report.answers), _predicted(report)):
+        if table is not None:
+            yield table
+            yield ""
+    yield from _pace(report.answers)
+    yield from _brought_in(report)
+    yield from _conditions(report)
+
+
 def headline(report: RunReport, *, name: str) -> str:
     """Return what ran, where and with what."""
     size, on_disk = format_size(report.total_bytes), format_size(report.disk_bytes)
@@ -54,12 +66,6 @@ def steps(answers: Sequence[Answer]) -> PlainTable:
     return table
 
 
-def tables(report: RunReport) -> list[PlainTable]:
-    """Return the steps, and what was predicted of them where this machine has been measured."""
-    beside = _predicted(report)
-    return [steps(report.answers), *([] if beside is None else [beside])]
-
-
 def _predicted(report: RunReport) -> PlainTable | None:
     """Return predicted times beside those seen: of the first prompt, and of a token the median of all answers."""
     found = report.prediction
@@ -72,11 +78,6 @@ def _predicted(report: RunReport) -> PlainTable | None:
     if rates := _rates(report.answers):
         table.add("next token", duration(found.token_seconds), duration(1 / statistics.median(rates)))
     return table
-
-
-def closing(report: RunReport) -> list[str]:
-    """Return how fast it was, the rate of what was brought in, and which experts could not be loaded one by one."""
-    return [*_pace(report.answers), *_brought_in(report), *_conditions(report)]
 
 
 def _pace(answers: Sequence[Answer]) -> Iterator[str]:

@@ -97,6 +97,6 @@ def test_what_a_layout_cannot_do_is_refused_by_its_name(letters, tmp_path):
 def test_the_command_line_shows_a_layout_from_outside(letters, tmp_path):
     options = ReshardOptions(layout="letters")
     prepared = prepare_reshard(make_checkpoint(tmp_path / "source"), tmp_path / "out", options)
-    assert "letters: a folder per letter" in view.headline(prepared)
-    assert "letters" in view.headline(prepared).splitlines()[-1]
+    lines = view.announced(prepared, dry_run=False, num_processes=1)
+    assert "letters: a folder per letter" in lines
     assert view.closing(prepared, run_reshard(prepared), peak_bytes=1)[-1] == f"Next: read {tmp_path}/out/letters.json"

@@ -10,11 +10,12 @@ from rank_recount import layer_of, stage_bytes
 
 import bigload
 from bigload.errors import DoesNotFitError, OptionError, PartitionError
-from bigload.planning.model_parallel.parallel_plan_file import parallel_plan_from_json, parallel_plan_to_json
+from bigload.planning.model_parallel.parallel_plan_file import parallel_plan_from_json
 from bigload.planning.model_parallel.parallel_planner import ParallelRequest, plan_parallel
 from bigload.planning.model_parallel.parallel_questions import explain_rank, largest_context, least_memory
 from bigload.planning.model_parallel.rank_grid import RankGrid
 from bigload.planning.options import options_of
+from bigload.planning.plan_file import plan_to_json
 from builders import checkpoint_of
 
 LARGE = 2**50
@@ -132,7 +133,7 @@ def test_a_plan_survives_its_file(model):
     layers, wishes, tp, pp, context, batch = model
     checkpoint, _ = llama(layers, **wishes)
     plan = plan_parallel(checkpoint, LARGE, request(tp, pp, tp * pp, context=context, batch=batch, kv_dtype="fp8"))
-    assert parallel_plan_from_json(parallel_plan_to_json(plan)) == plan
+    assert parallel_plan_from_json(plan_to_json(plan)) == plan
 
 
 @given(models())

@@ -8,14 +8,13 @@ import bigload
 from bigload.errors import InvalidPlanError, OutputExistsError, PlanNotFoundError, StalePlanError
 from bigload.planning.model_parallel.parallel_plan_file import (
     open_parallel_planned,
-    parallel_plan_to_json,
     read_parallel_plan,
     write_parallel_plan,
 )
 from bigload.planning.model_parallel.parallel_planner import ParallelRequest, plan_parallel
 from bigload.planning.model_parallel.rank_grid import RankGrid
 from bigload.planning.options import options_of
-from bigload.planning.plan_file import read_plan
+from bigload.planning.plan_file import plan_to_json, read_plan
 from builders import llama_config, llama_tensors, write_shard
 
 
@@ -36,7 +35,7 @@ def plan(model):
 
 
 def edited(plan, change):
-    document = json.loads(parallel_plan_to_json(plan))
+    document = json.loads(plan_to_json(plan))
     change(document)
     return json.dumps(document)
 
