@@ -41,22 +41,12 @@ from bigload_cli.output import say
 
 FAILED, BAD_USAGE, ANSWER_IS_NO, STALE_PLAN, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 130, 143
 
-_CODES: tuple[tuple[type[BigloadError], int], ...] = (
-    (OptionError, BAD_USAGE),
-    (MissingPackageError, BAD_USAGE),
-    (NamesUnknownError, ANSWER_IS_NO),
-    (CheckpointNotFoundError, BAD_USAGE),
-    (UnsupportedFormatError, BAD_USAGE),
-    (PlanNotFoundError, BAD_USAGE),
-    (ManifestNotFoundError, BAD_USAGE),
-    (OutputExistsError, BAD_USAGE),
-    (PartitionError, BAD_USAGE),
-    (AdapterError, BAD_USAGE),
-    (DoesNotFitError, ANSWER_IS_NO),
-    (StalePlanError, STALE_PLAN),
-    (InvalidPlanError, STALE_PLAN),
+_CODES: tuple[tuple[tuple[type[BigloadError], ...], int], ...] = (
+    ((DoesNotFitError, NamesUnknownError), ANSWER_IS_NO),
+    ((StalePlanError, InvalidPlanError), STALE_PLAN),
+    ((OptionError, MissingPackageError, CheckpointNotFoundError, UnsupportedFormatError, PlanNotFoundError), BAD_USAGE),
+    ((ManifestNotFoundError, OutputExistsError, PartitionError, AdapterError), BAD_USAGE),
 )
-
 
 NOTHING_IS_LEFT = "nothing half-written was left"
 """Of a command that a signal ended."""
@@ -137,7 +127,7 @@ def _failure_of(error: BaseException) -> Failure:  # noqa: PLR0911 - one for eac
             return Failure(exit_code=error.code, code=word, message=error.message, hint=error.hint, word=word)
         case BigloadError():
             return Failure(
-                exit_code=next((code for kind, code in _CODES if isinstance(error, kind)), FAILED),
+                exit_code=next((code for kinds, code in _CODES if isinstance(error, kinds)), FAILED),
                 code=_code_of(error),
                 message=error.message,
                 details=error.details,

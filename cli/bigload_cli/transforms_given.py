@@ -35,13 +35,13 @@ def check_once(ctx: typer.Context, options: Iterable[str]) -> None:
 
 
 def transforms_given(
-    ctx: typer.Context, values: Mapping[str, Sequence[str]], made_by: Mapping[str, Callable[[str], Transform]]
+    ctx: typer.Context, made_by: Mapping[str, tuple[Sequence[str], Callable[[str], Transform]]]
 ) -> Iterator[Transform]:
-    """Yield the transforms that `made_by` makes of the `values` of each option, in the order of the command line."""
-    left = {option: iter(given) for option, given in values.items()}
+    """Yield a transform for each value of the options in `made_by`, in the order of the command line."""
+    left = {option: iter(values) for option, (values, _) in made_by.items()}
     for option in ctx.meta[_OPTIONS]:
         if option in left and (value := next(left[option], None)) is not None:
-            yield made_by[option](value)
+            yield made_by[option][1](value)
 
 
 def check_beside(option: str, value: str | None, depending: Mapping[str, Sequence[str] | None]) -> None:

@@ -31,14 +31,8 @@ class PlanQuestion(NamedTuple):
     @property
     def asked(self) -> list[str]:
         """The options that ask."""
-        named = {
-            "--explain": self.explain is not None,
-            "--compare": self.compare is not None,
-            "--fits": self.fits,
-            "--gpus": self.gpus is not None,
-            "--max-context": self.max_context,
-        }
-        return [name for name, is_asked in named.items() if is_asked]
+        given = [name for name, value in self._asdict().items() if value is not None and value is not False]
+        return [f"--{name.replace('_', '-')}" for name in given]
 
     @property
     def needs_no_budget(self) -> bool:

@@ -35,7 +35,7 @@ from bigload_cli.output_folders import announce, confirm, deliver, interruptible
 from bigload_cli.transforms_given import check_beside, check_once, metadata_given, transforms_given
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from bigload.distributed.process_group import ProcessGroup
     from bigload.layouts.resharding.preparation import PreparedReshard
@@ -185,23 +185,17 @@ def reshard(
     check_once(ctx, ("--layout", "--dtype", "--names", "--dequantize", "--quantize", "--base"))
     check_beside("--quantize", quantize, {"--keep-plain": keep_plain, "--quantize-also": quantize_also})
     scales = iter(lora_scale or [1.0] * len(lora or ()))
-    made_by: dict[str, Callable[[str], Transform]] = {
-        "--dequantize": Dequantize.parse,
-        "--quantize": lambda scheme: Quantize(scheme, tuple(keep_plain or ()), tuple(quantize_also or ())),
-        "--lora": lambda path: MergeLora(path, next(scales)),
-        "--rename": Rename.parse,
-        "--add-prefix": AddPrefix,
-        "--drop": Drop,
-        "--only": lambda texts: Only(tuple(texts.split(","))),
-    }
-    values = {
-        "--dequantize": [dequantize] if dequantize else (),
-        "--quantize": [quantize] if quantize else (),
-        "--lora": lora or (),
-        "--rename": rename or (),
-        "--add-prefix": add_prefix or (),
-        "--drop": drop or (),
-        "--only": [",".join(only)] if only else (),
+    made_by: dict[str, tuple[Sequence[str], Callable[[str], Transform]]] = {
+        "--dequantize": ([dequantize] if dequantize else (), Dequantize.parse),
+        "--quantize": (
+            [quantize] if quantize else (),
+            lambda scheme: Quantize(scheme, tuple(keep_plain or ()), tuple(quantize_also or ())),
+        ),
+        "--lora": (lora or (), lambda path: MergeLora(path, next(scales))),
+        "--rename": (rename or (), Rename.parse),
+        "--add-prefix": (add_prefix or (), AddPrefix),
+        "--drop": (drop or (), Drop),
+        "--only": ([",".join(only)] if only else (), lambda texts: Only(tuple(texts.split(",")))),
     }
 
     def prepare() -> PreparedReshard:
@@ -216,7 +210,7 @@ def reshard(
             vllm_version=vllm_version,
             any_expert_size=any_expert_size,
             names=names,
-            transforms=tuple(transforms_given(ctx, values, made_by)),
+            transforms=tuple(transforms_given(ctx, made_by)),
             base=base,
             metadata=metadata_given(set_metadata or ()),
             offload_format=offload_format,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from bigload.bench.loaded_memory import MemoryKind
 from bigload.bench.raw_limit import RawKind
 from bigload.bench.results.recommendation import Recommendation, best_of
-from bigload.bench.results.report import BenchReport, RawResult, StrategyResult
+from bigload.bench.results.report import BenchReport, PeerResult, RawResult, StrategyResult
 from bigload.bench.results.statistics import summarize
 from bigload.bench.runner import Measured
 from bigload.loading.settings import Method
@@ -59,30 +60,42 @@ def headline(report: BenchReport, *, name: str) -> str:
 
 def strategies(report: BenchReport) -> PlainTable:
     """Return a row for every strategy, every peer that was measured, and every raw read that is a limit of one."""
-    unit, factor = unit_of(report)
-    times = "SECONDS" if unit == "s" else "MS"
+    times = "SECONDS" if unit_of(report)[0] == "s" else "MS"
     right = (f"{times} ± σ", "MIN … MAX", "GiB/s", "OF RAW", "PRIVATE", "FILE")
     table = PlainTable(("STRATEGY", *right), right=right, folding="STRATEGY")
 
-    def add(name: Styled, measured: Measured, part: float | None) -> None:
-        table.add(
-            name,
-            *durations(measured.seconds, factor),
-            gib_per_second(report.total_bytes, measured),
-            percentage(part),
-            short_size(measured.peak_private_bytes),
-            short_size(measured.peak_file_bytes),
-        )
-
-    for result in report.results:
-        style = "bold" if result is report.fastest else ""
-        add(Styled(result.name, style), result.measured, report.part_of_limit(result))
-    for peer in report.peers:
-        if peer.measured is not None:
-            add(Styled(peer.name, ""), peer.measured, report.part_of_limit(peer))
-    for raw in limits(report):
-        add(Styled(_RAW_NAMES[raw.read.kind], "dim"), raw.measured, 1.0)
+    raw_names = {raw.name: _RAW_NAMES[raw.read.kind] for raw in limits(report)}
+    for row in rows(report):
+        style = "dim" if row.name in raw_names else "bold" if row.name == report.fastest.name else ""
+        table.add(Styled(raw_names.get(row.name, row.name), style), *row.figures)
     return table
+
+
+class Row(NamedTuple):
+    """Name of what was measured, its kind of memory (none of a raw read), and its figures, as text."""
+
+    name: str
+    memory: str
+    figures: tuple[str, ...]
+
+
+def rows(report: BenchReport) -> Iterator[Row]:
+    """Yield every strategy, every peer that was measured, and every raw read that is a limit of one."""
+
+    def row(name: str, memory: str, measured: Measured, part: float | None) -> Row:
+        times = durations(measured.seconds, unit_of(report)[1])
+        rate, sizes = (
+            gib_per_second(report.total_bytes, measured),
+            (measured.peak_private_bytes, measured.peak_file_bytes),
+        )
+        return Row(name, memory, (*times, rate, percentage(part), *map(short_size, sizes)))
+
+    loads: list[StrategyResult | PeerResult] = [*report.results, *report.peers]
+    for result in loads:
+        if result.measured is not None:
+            yield row(result.name, str(result.memory), result.measured, report.part_of_limit(result))
+    for raw in limits(report):
+        yield row(raw.name, "", raw.measured, 1.0)
 
 
 def unit_of(report: BenchReport) -> tuple[str, float]:

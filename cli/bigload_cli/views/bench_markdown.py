@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from bigload.bench.results.report import BenchReport
 from bigload.bench.results.result_marks import MADE_BY_BENCH_LOAD as MADE_BY
-from bigload.bench.runner import Measured
 from bigload.plain_text import printable
 from bigload_cli.views import bench_load as view
 
@@ -20,7 +17,7 @@ def markdown(report: BenchReport, *, name: str) -> str:
         *_paragraph(view.headline(report, name=name).replace("\n", "; ")),
         _row(tuple(heading.format(unit=view.unit_of(report)[0]) for heading in _HEADINGS)),
         _row(("---", "---", *("--:",) * 6)),
-        *_rows(report),
+        *(_row((row.name, row.memory, *row.figures)) for row in view.rows(report)),
         "",
         *_paragraph(view.proof(report)),
         *(f"- {_escaped(line)}" for line in (*view.choices(report), *view.raw_notes(report), *view.peer_notes(report))),
@@ -29,30 +26,6 @@ def markdown(report: BenchReport, *, name: str) -> str:
         *(f"> {_escaped(warning.text)}\n" for warning in report.warnings),
     ]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _rows(report: BenchReport) -> Iterator[str]:
-    for result in report.results:
-        yield _cells(report, result.name, str(result.memory), result.measured, report.part_of_limit(result))
-    for peer in report.peers:
-        if peer.measured is not None:
-            yield _cells(report, peer.name, str(peer.memory), peer.measured, report.part_of_limit(peer))
-    for raw in view.limits(report):
-        yield _cells(report, raw.name, "", raw.measured, 1.0)
-
-
-def _cells(report: BenchReport, name: str, memory: str, measured: Measured, part: float | None) -> str:
-    return _row(
-        (
-            name,
-            memory,
-            *view.durations(measured.seconds, view.unit_of(report)[1]),
-            view.gib_per_second(report.total_bytes, measured),
-            view.percentage(part),
-            view.short_size(measured.peak_private_bytes),
-            view.short_size(measured.peak_file_bytes),
-        )
-    )
 
 
 def _row(cells: tuple[str, ...]) -> str:

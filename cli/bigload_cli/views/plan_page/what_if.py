@@ -15,9 +15,9 @@ from bigload.devices import CPU, DISK, Device
 from bigload.dtypes import DTYPES, DType
 from bigload.machine.profiles.machine_profile import LAUNCHED_MATRICES
 from bigload.plain_text import printable
-from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
+from bigload.planning.choices import Attention, Balance, Policy
 from bigload.planning.load_dtype import CASTABLE
-from bigload.planning.options import Bandwidth, PlanOptions
+from bigload.planning.options import PlanOptions, plan_keywords
 from bigload.planning.timing.predict import cold_load_rate, matching_seconds, rate_for
 from bigload.planning.timing.schedule import schedule_of
 from bigload.planning.workload import Workload
@@ -45,6 +45,9 @@ _TOO_MANY = "This model has too many unlike modules to be placed in a page."
 _NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8"}
 _LOADED = ("BF16", "F16", "F32")
 _CACHED = ("F8_E4M3", "BF16", "F32")
+
+_VARIED = ("context", "batch", "dtype", "kv_dtype")
+"""Options that the page varies."""
 
 Document = dict[str, Any]
 
@@ -239,24 +242,15 @@ def _choice(dtype: DType | None) -> tuple[str, int | None]:
 
 def _wishes(options: PlanOptions) -> Iterator[str]:
     """Yield the words of the command line for all options that the page does not vary."""
-    default = PlanOptions()
-    words = {
-        "--policy": (options.policy, Policy.OPTIMAL),
-        "--attention": (options.workload.attention, None),
-        "--overhead": (options.overhead, None),
-        "--balance": (options.balance, Balance.SPREAD),
-        "--order": (Order.ANY if options.any_order else Order.KEEP, Order.KEEP),
-        "--experts": (options.experts, Experts.AUTO),
-        "--names": (options.names, NameScheme.CHECKPOINT),
-        "--disk-bandwidth": (options.bandwidth.disk, Bandwidth().disk),
-        "--link-bandwidth": (options.bandwidth.link, Bandwidth().link),
-    }
-    yield from (f"{word} {argument(str(value))}" for word, (value, usual) in words.items() if value != usual)
-    yield from (f"--no-split {argument(pattern)}" for pattern in options.no_split)
-    if options.prefetch != default.prefetch:
-        yield "--prefetch"
-    if options.keep_extra_layers:
-        yield "--mtp"
+    usual = {**plan_keywords(PlanOptions()), "policy": Policy.OPTIMAL}
+    for name, value in {**plan_keywords(options), "policy": options.policy}.items():
+        option = f"--{name.replace('_', '-')}"
+        if name in _VARIED or value == usual[name]:
+            continue
+        if isinstance(value, list):
+            yield from (f"{option} {argument(each)}" for each in value)
+        else:
+            yield option if value is True else f"{option} {argument(str(value))}"
     if options.expert_stats is not None:
         yield "--expert-stats FILE"
     yield from (f"--lora {argument(adapter.path)}" for adapter in options.lora)
