@@ -118,16 +118,20 @@ def windows(
     cuts = _cuts(output, starts) if is_cut_at_tensors else []
     literals = output.literals()
     places = [start for start, _ in literals]
+    header = b""
     for start, stop in ranges.pairs:
         left = start
         while left < stop:
             cut = bisect_right(cuts, left)
             right = min(left + window_bytes, stop, *cuts[cut : cut + 1])
             if right > begin:
-                header = output.header[left:right] if left < output.header_bytes else b""
+                if left >= output.header_bytes:
+                    header = b""  # that of 90,000 tensors takes memory
+                elif not header:
+                    header = output.header
                 found = literals[max(bisect_right(places, left) - 1, 0) : bisect_right(places, right)]
                 cut_out = tuple(_within(found, left, right))
-                yield Window(left, right, header, tuple(_portions(output, starts, left, right)), cut_out)
+                yield Window(left, right, header[left:right], tuple(_portions(output, starts, left, right)), cut_out)
             left = right
 
 

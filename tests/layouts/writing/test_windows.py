@@ -188,3 +188,12 @@ def test_windows_hold_every_byte_of_data_once_and_in_order(made, blocks, begin):
     wanted = [p for start, stop in ranges.pairs for p in range(max(start, position), stop)]
     assert all(covered[position] for position in wanted if position >= begin)
     assert sum(covered) <= ranges.num_bytes
+
+
+def test_a_header_of_many_windows_is_made_once(monkeypatch):
+    output = OutputFile(file="out.safetensors", tensors=tuple(tensor(f"tensor.{n}", 8, start=8 * n) for n in range(50)))
+    ranges, header, made = DataRanges(((0, output.num_bytes),)), output.header, []
+    monkeypatch.setattr(OutputFile, "header", property(lambda _: made.append(1) or header))
+    found = list(windows(output, ranges, window_bytes=BLOCK))
+    assert b"".join(window.header for window in found) == header
+    assert len(made) == 1
