@@ -5,6 +5,7 @@ import os
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Condition
 
 import pytest
 
@@ -197,6 +198,55 @@ def test_after_an_error_what_is_good_is_noted_and_all_is_given_back(job, monkeyp
         assert len(kept[output.file].digest.tensors) < len(output.tensors)
     monkeypatch.undo()
     job.write(threads=threads, kept=kept)
+    assert job.written() == job.sources()
+
+
+def hold_back_the_last_window(job, monkeypatch):
+    """Have the last window of all wait until all others are digested and counted; return a list for where it starts."""
+    write, done, left, changed, start = Writer._write_window, files_module.FileInProgress.done, {}, Condition(), []
+    expected = {output.file: int(output is job.files[-1]) for output in job.files}
+
+    def write_late(self, each, *memory):
+        if each.file.output is job.files[-1] and each.number == len(each.file.windows) - 1:
+            start.append(each.window.start)
+            with changed:
+                assert changed.wait_for(lambda: left == expected, 60)
+        write(self, each, *memory)
+
+    def done_and_tell(self, number):
+        done(self, number)
+        with changed:
+            left[self.output.file] = left.get(self.output.file, len(self.windows)) - 1
+            changed.notify_all()
+
+    monkeypatch.setattr(Writer, "_write_window", write_late)
+    monkeypatch.setattr(files_module.FileInProgress, "done", done_and_tell)
+    return start
+
+
+@thread_counts
+def test_all_that_other_threads_digested_before_an_error_is_noted_and_kept(job, monkeypatch, threads):
+    output = job.files[-1]
+    with monkeypatch.context() as patched:
+        spoil_at(patched, job.out / output.file, output.num_bytes - 1)
+        found = hold_back_the_last_window(job, patched)
+        with pytest.raises(DamagedOutputError):
+            job.write(threads=threads)
+    [start], kept = found, job.rechecked()
+    assert all(kept[other.file].record for other in job.files[:-1])
+    ends = [begin + tensor.num_bytes for begin, tensor in zip(output.starts(), output.tensors, strict=True)]
+    assert (kept[output.file].record, kept[output.file].digest.position) == (None, start)
+    assert 0 < len(kept[output.file].digest.tensors) == sum(end <= start for end in ends) < len(ends)
+
+    pwrite, written = os.pwrite, set()
+
+    def record_write(descriptor, view, offset):
+        written.add((Path(f"/proc/self/fd/{descriptor}").readlink().name, offset >= start))
+        return pwrite(descriptor, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", record_write)
+    job.write(threads=threads, kept=kept)
+    assert written == {(output.file, True)}
     assert job.written() == job.sources()
 
 
