@@ -6,11 +6,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from bigload.checkpoint.model import Checkpoint, forms_of
 from bigload.errors import OptionError, PartitionError
 from bigload.planning.load_dtype import as_loaded
-from bigload.planning.model.module_tree import key_above
+from bigload.planning.model.module_tree import build_tree, key_above
 from bigload.planning.model_parallel.divided_model import DividedModel
 from bigload.planning.model_parallel.parallel_plan import ParallelPlan
 from bigload.planning.model_parallel.parallel_planner import (
@@ -22,6 +23,7 @@ from bigload.planning.model_parallel.rank_grid import RankGrid
 from bigload.planning.module_table import ranges
 from bigload.planning.plan import PlanNote
 from bigload.planning.questions.max_context import MaxContext
+from bigload.planning.questions.name_lookup import name_among
 from bigload.planning.tensor_parallel.rank_part import part_form
 from bigload.planning.workload import MAX_CONTEXT
 from bigload.units import common_unit, counted, format_rounded_up, format_size
@@ -146,13 +148,14 @@ def explain_rank(checkpoint: Checkpoint, gpu_bytes: int, request: ParallelReques
     """Say where the module or tensor `asked` is under the plan for `request`, and why."""
     model = divide(checkpoint, request)
     plan = plan_divided(model, gpu_bytes, request)
-    name = _name_in(checkpoint, asked)
+    modules = [node.name for node in build_tree(checkpoint.tensors).walk() if node.name]
+    name = name_among([*modules, *checkpoint.tensors], asked, suggested=[])
     stages = tuple(
         stage
         for stage, modules in enumerate(plan.stages)
         if key_above(name, modules) is not None or any(module.startswith(f"{name}.") for module in modules)
     )
-    divided = _Divided.of(model, name, plan)
+    divided = _divided(model, name, plan)
     ranks = tuple(rank for stage in stages for rank in plan.grid.ranks_of(stage))
     hosts = sorted({plan.grid.host_of(rank) for rank in ranks})
     size = format_size(divided.weights_bytes)
@@ -176,37 +179,28 @@ def explain_rank(checkpoint: Checkpoint, gpu_bytes: int, request: ParallelReques
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Divided:
+class _Divided(NamedTuple):
     """Bytes of a module: of all, on one rank, of tensors that are whole on each rank; and how many are which."""
 
-    weights_bytes: int
-    rank_bytes: int
-    whole_bytes: int
-    num_divided: int
-    num_whole: int
-    num_shared: int
+    weights_bytes: int = 0
+    rank_bytes: int = 0
+    whole_bytes: int = 0
+    num_divided: int = 0
+    num_whole: int = 0
+    num_shared: int = 0
 
-    @classmethod
-    def of(cls, model: DividedModel, name: str, plan: ParallelPlan) -> _Divided:
-        """Count what is in the module or tensor `name`."""
-        forms = forms_of(as_loaded(model.checkpoint.tensors, plan.options.workload.load_dtype))
-        total, counts = Counter[str](), Counter[str]()
-        for each in forms:
-            if each == name or each.startswith(f"{name}."):
-                division, form = model.divided.divisions[each], forms[each]
-                total["all"] += form.num_bytes
-                total["rank"] += part_form(form, division, 0).num_bytes
-                total["whole"] += form.num_bytes if division.dim is None else 0
-                counts["whole" if division.dim is None else "shared" if division.is_shared else "divided"] += 1
-        return cls(
-            weights_bytes=total["all"],
-            rank_bytes=total["rank"],
-            whole_bytes=total["whole"],
-            num_divided=counts["divided"],
-            num_whole=counts["whole"],
-            num_shared=counts["shared"],
-        )
+
+def _divided(model: DividedModel, name: str, plan: ParallelPlan) -> _Divided:
+    """Count what is in the module or tensor `name`."""
+    found = Counter[str]()
+    for each, form in forms_of(as_loaded(model.checkpoint.tensors, plan.options.workload.load_dtype)).items():
+        if each == name or each.startswith(f"{name}."):
+            division = model.divided.divisions[each]
+            found["weights_bytes"] += form.num_bytes
+            found["rank_bytes"] += part_form(form, division, 0).num_bytes
+            found["whole_bytes"] += form.num_bytes if division.dim is None else 0
+            found["num_whole" if division.dim is None else "num_shared" if division.is_shared else "num_divided"] += 1
+    return _Divided(**found)
 
 
 def _reasons(
@@ -251,23 +245,3 @@ def _neighbours(plan: ParallelPlan, model: DividedModel, stage: int) -> Iterator
             used = format_size(plan.fullest(other).used_bytes + more)
             text = f"with {blocks[end]} too, a rank of stage {other} would use {used}"
             yield PlanNote(code="neighbour", text=text)
-
-
-def _name_in(checkpoint: Checkpoint, asked: str) -> str:
-    """Return the module or tensor of the checkpoint that `asked` names, or is the end of."""
-    name = asked.strip().strip(".")
-    known: dict[str, None] = {}
-    for tensor in checkpoint.tensors:
-        above = tensor
-        while above and above not in known:
-            known[above] = None
-            above = above.rpartition(".")[0]
-    if name in known:
-        return name
-    ending = [other for other in known if name and other.endswith(f".{name}")]
-    if len(ending) == 1:
-        return ending[0]
-    if ending:
-        hint = f"say which one, for example {', '.join(ending[:5])}"
-        raise OptionError(f"{name:.100} is the end of {len(ending)} names", hint=hint)
-    raise OptionError(f"no module or tensor is called {name:.100}", hint="bigload inspect --depth 9 lists the modules")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 
 from bigload.errors import OptionError
 from bigload.planning.choices import NameScheme
@@ -15,16 +16,24 @@ _NUM_SUGGESTED = 5
 
 
 def name_in_checkpoint(details: PlanDetails, asked: str) -> str:
-    """Return the module or tensor of the checkpoint that `asked` names.
+    """Return the module or tensor of the checkpoint that `asked` names, also in the names of the device map."""
+    modules = [node.name for node in details.structure.root.walk() if node.name]
+    tensors, left_out = details.structure.checkpoint.tensors, details.structure.left_out
+    homes, translated = details.plan.homes, _translated(details)
+    return name_among([*homes, *modules, *tensors, *left_out], asked, translated, suggested=[*homes, *translated])
 
-    A whole name is taken as it is, one in the names of the device map is translated, and the end of a name, such as
-    `layers.37`, stands for the only module or tensor that ends so.
+
+def name_among(
+    names: Iterable[str], asked: str, translated: Mapping[str, str] = MappingProxyType({}), *, suggested: list[str]
+) -> str:
+    """Return the one of `names` that `asked` means.
+
+    A whole name is taken as it is, one of `translated` as what that says, and the end of a name, such as `layers.37`,
+    stands for the only one that ends so. Of `suggested`, an error lists those that are close.
     """
-    name = asked.strip().strip(".")
-    known = dict.fromkeys(_known(details))
+    name, known = asked.strip().strip("."), dict.fromkeys(names)
     if name in known:
         return name
-    translated = _translated(details)
     if name in translated:
         return translated[name]
     ending = [other for other in known if other.endswith(f".{name}")] if name else []
@@ -35,18 +44,11 @@ def name_in_checkpoint(details: PlanDetails, asked: str) -> str:
             f"{name:.{_MAX_SHOWN}} is the end of {len(ending)} names",
             hint=f"say which one, for example {', '.join(ending[:_NUM_SUGGESTED])}",
         )
-    close = _close(name, [*details.plan.homes, *translated])
+    close = _close(name, suggested)
     raise OptionError(
         f"no module or tensor is called {name:.{_MAX_SHOWN}}",
         hint=f"close to it are {', '.join(close)}" if close else "bigload inspect --depth 9 lists the modules",
     )
-
-
-def _known(details: PlanDetails) -> Iterator[str]:
-    yield from details.plan.homes
-    yield from (node.name for node in details.structure.root.walk() if node.name)
-    yield from details.structure.checkpoint.tensors
-    yield from details.structure.left_out
 
 
 def _translated(details: PlanDetails) -> dict[str, str]:

@@ -6,13 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo, forms_of, sizes_of
-from bigload.checkpoint.quantisation import Quantisation, quantisation_of
+from bigload.checkpoint.quantisation import quantisation_of
 from bigload.planning.module_table import OutlineRow
+
+
+def fields(value: object, *names: str) -> dict[str, object]:
+    """Return attributes of `value` by name; all of them null where it is `None`."""
+    return {name: None if value is None else getattr(value, name) for name in names}
 
 
 def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[str, object]:
     """Return what `--json` prints, without the lists of shards and tensors."""
-    largest = largest_tensor(checkpoint)
+    largest, quantised = largest_tensor(checkpoint), quantisation_of(checkpoint)
     return {
         "schema": "bigload.inspect/1.3",
         "path": checkpoint.path,
@@ -21,19 +26,12 @@ def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[st
         "num_shards": len(checkpoint.shards),
         "num_tensors": len(checkpoint.tensors),
         "num_parameters": checkpoint.num_parameters,
-        "quantisation": _of_quantisation(quantisation_of(checkpoint)),
+        "quantisation": None if quantised is None else fields(quantised, "method", "bits", "num_parameters"),
         "total_bytes": checkpoint.total_bytes,
         "dtype_bytes": bytes_by_dtype(checkpoint),
         "largest_tensor": None if largest is None else of_tensor(largest),
         "modules": [
-            {
-                "label": row.label,
-                "depth": row.depth,
-                "num_alike": row.num_alike,
-                "num_tensors": row.num_tensors,
-                "num_parameters": row.num_parameters,
-                "total_bytes": row.num_bytes,
-            }
+            fields(row, "label", "depth", "num_alike", "num_tensors", "num_parameters") | {"total_bytes": row.num_bytes}
             for row in rows
         ],
         "components": [
@@ -46,25 +44,17 @@ def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[st
             }
             for component in checkpoint.components
         ],
-        "warnings": [{"code": warning.code, "text": warning.text} for warning in checkpoint.warnings],
+        "warnings": [fields(warning, "code", "text") for warning in checkpoint.warnings],
     }
-
-
-def _of_quantisation(found: Quantisation | None) -> dict[str, object] | None:
-    if found is None:
-        return None
-    return {"method": found.method, "bits": found.bits, "num_parameters": found.num_parameters}
 
 
 def of_shards(checkpoint: Checkpoint) -> list[dict[str, object]]:
     """Return every file for `--json --shards`."""
     return [
         {
-            "file": shard.file,
-            "format": shard.format,
+            **fields(shard, "file", "format"),
             "total_bytes": shard.num_bytes,
-            "header_bytes": shard.header_bytes,
-            "header_sha256": shard.header_sha256,
+            **fields(shard, "header_bytes", "header_sha256"),
             "metadata": dict(shard.metadata),
         }
         for shard in checkpoint.shards

@@ -9,6 +9,7 @@ from bigload.layouts.fetching.fetch import FetchReport, PreparedFetch
 from bigload.layouts.writing.staging import leftover, staging_folder
 from bigload.plain_text import PlainTable, printable
 from bigload.units import counted, format_rate, format_size
+from bigload_cli.views.documents import fields
 from bigload_cli.views.reshard import files
 from bigload_cli.views.text import argument
 
@@ -67,11 +68,10 @@ def document(prepared: PreparedFetch, report: FetchReport | None, *, peak_bytes:
         "source": prepared.source,
         "out": str(run.out),
         "selection": {name: prepared.selection.get(name) for name in _SELECTION},
-        "part": None if part is None else {"num_tensors": part.num_tensors, "source_tensors": part.source_tensors},
+        "part": None if part is None else fields(part, "num_tensors", "source_tensors"),
         "num_files": len(run.output.files),
         "total_bytes": run.num_bytes,
-        "transfer_bytes": prepared.transfer_bytes,
-        "num_ranges": prepared.num_ranges,
+        **fields(prepared, "transfer_bytes", "num_ranges"),
         "free_bytes": run.free_bytes,
         "files": [
             {
@@ -86,9 +86,7 @@ def document(prepared: PreparedFetch, report: FetchReport | None, *, peak_bytes:
         "manifest_file": MANIFEST_FILE,
         "left_out": [{"file": name, "reason": str(reason)} for name, reason in prepared.left.items()],
         "notes": list(run.notes),
-        "kept_bytes": None if report is None else report.kept_bytes,
-        "fetched_bytes": None if report is None else report.fetched_bytes,
-        "num_hashed": None if report is None else report.num_hashed,
+        **fields(report, "kept_bytes", "fetched_bytes", "num_hashed"),
         "run_seconds": None if report is None else report.seconds,
         "peak_bytes": peak_bytes,
     }

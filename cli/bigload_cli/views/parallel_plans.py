@@ -8,6 +8,7 @@ from bigload.plain_text import printable
 from bigload.planning.model_parallel.parallel_questions import GridMemory, LeastGpuMemory, RankExplanation
 from bigload.planning.workload import Workload
 from bigload.units import common_unit, format_rounded_up
+from bigload_cli.views.documents import fields
 
 
 def least_memory(answer: LeastGpuMemory) -> list[str]:
@@ -44,15 +45,11 @@ def of_least_memory(answer: LeastGpuMemory, checkpoint: str, workload: Workload)
     return {
         "schema": "bigload.parallel-fits/1.0",
         "checkpoint": checkpoint,
-        "context": workload.context,
-        "batch": workload.batch,
+        **fields(workload, "context", "batch"),
         "least": [
             {
-                "tp": row.grid.tp,
-                "pp": row.grid.pp,
-                "hosts": row.grid.hosts,
-                "gpu_bytes": row.gpu_bytes,
-                "token_seconds": row.token_seconds,
+                **fields(row.grid, "tp", "pp", "hosts"),
+                **fields(row, "gpu_bytes", "token_seconds"),
                 "reason": row.reason or None,
             }
             for row in rows

@@ -13,6 +13,7 @@ from bigload.planning.questions.max_context import MaxContext
 from bigload.planning.questions.sizing import GpuNeeds, GpuSizes, LargestUnit
 from bigload.planning.workload import Workload
 from bigload.units import format_size
+from bigload_cli.views.documents import fields
 
 
 def explanation(answer: Explanation) -> list[str]:
@@ -100,9 +101,7 @@ def of_explanation(answer: Explanation, checkpoint: str) -> dict[str, object]:
                 "device": str(other.device),
                 "keeps_limits": other.keeps_limits,
                 "lacking": _lacking(other.lacking_bytes),
-                "more_seconds": other.more_seconds,
-                "more_device_changes": other.more_device_changes,
-                "text": other.text,
+                **fields(other, "more_seconds", "more_device_changes", "text"),
             }
             for other in answer.alternatives
         ],
@@ -123,19 +122,11 @@ def of_comparison(outcomes: Sequence[PolicyOutcome], checkpoint: str) -> dict[st
 
 
 def _of_outcome(outcome: PolicyOutcome) -> dict[str, object]:
-    figures: dict[str, object] = {
-        "accelerator_bytes": outcome.accelerator_bytes,
-        "ram_bytes": outcome.ram_bytes,
-        "disk_bytes": outcome.disk_bytes,
-        "token_seconds": outcome.token_seconds,
-        "num_device_changes": outcome.num_device_changes,
-        "fullest_share": outcome.fullest_share,
-        "execution_device": str(outcome.execution_device),
-    }
+    figures = ("accelerator_bytes", "ram_bytes", "disk_bytes", "token_seconds", "num_device_changes", "fullest_share")
     return {
-        "policy": str(outcome.policy),
-        "fits": outcome.fits,
-        **{key: value if outcome.fits else None for key, value in figures.items()},
+        **fields(outcome, "policy", "fits"),
+        **fields(outcome if outcome.fits else None, *figures),
+        "execution_device": str(outcome.execution_device) if outcome.fits else None,
         "lacking_bytes": None if outcome.fits else outcome.lacking_bytes,
     }
 
@@ -155,8 +146,7 @@ def of_gpu_needs(answer: GpuNeeds, checkpoint: str, workload: Workload) -> dict[
     return {
         "schema": "bigload.gpus/1.0",
         **_asked(checkpoint, workload),
-        "gpu_bytes": answer.gpu_bytes,
-        "without_offload": answer.without_offload,
+        **fields(answer, "gpu_bytes", "without_offload"),
         "with_ram": [asdict(row) for row in answer.with_ram],
         **_found(answer),
     }

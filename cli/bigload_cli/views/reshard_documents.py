@@ -7,7 +7,10 @@ from bigload.checkpoint.records.manifest import DIGEST, MANIFEST_FILE
 from bigload.layouts.resharding.preparation import PreparedReshard
 from bigload.layouts.resharding.reshard import ReshardReport
 from bigload.layouts.resharding.selection import recorded_options
-from bigload.layouts.verification.verify import FileProblem, VerifyReport
+from bigload.layouts.verification.verify import VerifyReport
+from bigload_cli.views.documents import fields
+
+_PROBLEM = ("code", "file", "tensor", "start", "stop", "text")
 
 
 def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_bytes: int | None) -> dict[str, object]:
@@ -22,8 +25,7 @@ def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_
         "options": _reshard_options(prepared),
         "num_files": len(output.files),
         "total_bytes": prepared.num_bytes,
-        "stored_bytes": prepared.stored_bytes,
-        "free_bytes": prepared.free_bytes,
+        **fields(prepared, "stored_bytes", "free_bytes"),
         "files": [
             {
                 "file": file.file,
@@ -40,12 +42,9 @@ def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_
         "manifest_file": MANIFEST_FILE,
         "left_out": [] if prepared.plan is None else list(prepared.plan.left_out),
         "notes": list(prepared.notes),
-        "kept_files": None if report is None else report.kept_files,
-        "kept_bytes": None if report is None else report.kept_bytes,
-        "written_bytes": None if report is None else report.written_bytes,
+        **fields(report, "kept_files", "kept_bytes", "written_bytes"),
         "run_seconds": None if report is None else report.seconds,
-        "verify": None if report is None else str(report.verify),
-        "verified": None if report is None else report.verified,
+        **fields(report, "verify", "verified"),
         "overflows": None if report is None else dict(sorted(report.overflows.items())),
         "peak_bytes": peak_bytes,
     }
@@ -71,13 +70,9 @@ def of_verify(report: VerifyReport, *, peak_bytes: int | None) -> dict[str, obje
         "num_tensors": report.num_tensors,
         "total_bytes": report.manifest.num_bytes,
         "read_bytes": report.read_bytes,
-        "problems": [_file_problem(problem) for problem in report.problems],
-        "warnings": [_file_problem(warning) for warning in report.warnings],
+        "problems": [fields(problem, *_PROBLEM) for problem in report.problems],
+        "warnings": [fields(warning, *_PROBLEM) for warning in report.warnings],
         "undigested_files": list(report.undigested),
         "run_seconds": report.seconds,
         "peak_bytes": peak_bytes,
     }
-
-
-def _file_problem(problem: FileProblem) -> dict[str, object]:
-    return {key: getattr(problem, key) for key in ("code", "file", "tensor", "start", "stop", "text")}
