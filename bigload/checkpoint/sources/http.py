@@ -8,29 +8,38 @@ undone, and every answer has the ETag of the first. Answers that were cut off ar
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_early
+from bigload.checkpoint.byte_source import SourceIdentity, SourceScheme, ended_early, warn_of_server_without_ranges
 from bigload.checkpoint.sources.http_requests import HttpResponse, HttpStatusError, host_of, requested
-from bigload.checkpoint.sources.ranged_source import Retries, TemporaryError, missing
-from bigload.checkpoint.sources.whole_files import SERVERS_WITHOUT_RANGES, NoRangesError, WholeOrRangedSource
+from bigload.checkpoint.sources.ranged_source import RangedSource, Retries, TemporaryError, missing
+from bigload.checkpoint.sources.whole_files import SERVERS_WITHOUT_RANGES, WholeFile
 from bigload.errors import AccessDeniedError, BigloadError, CheckpointNotFoundError, ReadError
-from bigload.machine.threads.activities import Recorder
+from bigload.machine.threads.activities import Phase, Recorder
+from bigload.units import MIB
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _EMPTY_RANGE = re.compile(r"bytes \*/(\d+)")
 NO_RANGES_HINT = "download the files, then name their folder"
 
+MAX_HEAD_BYTES = 16 * MIB
+"""A header that ends before this is the beginning of a response, which is then closed: no whole file is transferred."""
 
 Refuse = Callable[[Path, HttpStatusError], BigloadError]
 """Return the error to raise for a location whose server answered with a status."""
 
 
-class HttpSource(WholeOrRangedSource):
-    """A file that is read by range requests, or as a whole; see `ByteSource`. Opening it sends nothing.
+class _NoRangesError(Exception):
+    """The server answers with the whole file, of which more than the beginning is wanted."""
+
+
+class HttpSource(RangedSource):
+    """A file that is read by ranges if the server has them, or else whole; see `ByteSource`. Opening it sends nothing.
 
     Args:
         location: Named by errors.
@@ -52,19 +61,54 @@ class HttpSource(WholeOrRangedSource):
         etag: str | None = None,
         num_bytes: int | None = None,
     ) -> None:
-        super().__init__(location, recorder, server=host_of(url))
+        super().__init__(location, recorder)
+        self._server = host_of(url)
         self._url = url
         self._headers = headers
         self._refuse = refuse or refusal
         self.etag = etag
         self._num_bytes = num_bytes
         self._modified: str | None = None
+        self._is_expected = False
+        self._whole: WholeFile | None = None
+        self._opening = threading.Lock()
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._is_expected = True
+        super().expect(ranges)
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        is_ranged = self._whole is None and self._server not in SERVERS_WITHOUT_RANGES
+        if is_ranged or self._is_head(offset + num_bytes) or not num_bytes:
+            try:
+                super().read_into(buffers, offset)
+                return
+            except _NoRangesError:
+                pass
+        whole = self._opened_whole()
+        with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self._location.name):
+            whole.read_into(buffers, offset)
+
+    def close(self) -> None:
+        super().close()
+        if self._whole is not None:
+            self._whole.close()
+
+    def _is_head(self, stop: int) -> bool:
+        """Return whether a read up to `stop` is one of a header; reads of data were expected."""
+        return not self._is_expected and stop <= MAX_HEAD_BYTES
+
+    def _opened_whole(self) -> WholeFile:
+        with self._opening:
+            if self._whole is None:
+                warn_of_server_without_ranges(self._server)
+                asked = partial(self._asked, takes_whole=True)
+                self._whole = WholeFile(self._shown, self._size(), asked, self._received)
+            return self._whole
 
     def _answered(self, start: int, stop: int) -> AbstractContextManager[Iterator[bytes]]:
         return self._asked(start, stop, takes_whole=self._is_head(stop))
-
-    def _answered_whole(self, start: int, stop: int) -> AbstractContextManager[Iterator[bytes]]:
-        return self._asked(start, stop, takes_whole=True)
 
     def _size(self) -> int:
         if self._num_bytes is None:
@@ -81,7 +125,7 @@ class HttpSource(WholeOrRangedSource):
                 if answer.status == 200 and (start or answer.headers["content-length"] != str(stop)):
                     SERVERS_WITHOUT_RANGES.add(self._server)
                     if not takes_whole:
-                        raise NoRangesError
+                        raise _NoRangesError
                     yield self._part_of_whole(answer, start, stop)
                 else:
                     yield self._counted(answer, stop - start)

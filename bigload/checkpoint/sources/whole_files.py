@@ -12,18 +12,16 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import BinaryIO
 
-from bigload.checkpoint.byte_source import ended_early, fill, warn_of_server_without_ranges
+from bigload.checkpoint.byte_source import ended_early, fill
 from bigload.checkpoint.sources.range_streams import OpenRange, Stream
-from bigload.checkpoint.sources.ranged_source import RangedSource, Retries, TemporaryError
+from bigload.checkpoint.sources.ranged_source import Retries, TemporaryError
 from bigload.errors import ReadError
 from bigload.machine.files.cache_folder import cache_folder
 from bigload.machine.files.sparse_files import punch_hole
-from bigload.machine.threads.activities import Phase, Recorder
 from bigload.machine.threads.thread_pool import abandonable
 from bigload.units import GIB, MIB
 
@@ -32,9 +30,6 @@ MAX_KEPT_BYTES = 8 * GIB
 
 ROOM_CHECKED_BYTES = 64 * MIB
 """Bytes of a file that come between two looks at how much is kept."""
-
-MAX_HEAD_BYTES = 16 * MIB
-"""A header that ends before this is the beginning of a response, which is then closed: no whole file is transferred."""
 
 MAX_RESPONSES = 32
 """Open at once, of all files: one that is not read to its end stays open, and clients allow 100 connections."""
@@ -45,66 +40,6 @@ SERVERS_WITHOUT_RANGES = set[str]()
 _SPACE_HINT = "free some space, or set XDG_CACHE_HOME to a folder of a larger disk"
 _lock = threading.Lock()
 _open_files: list[WholeFile] = []  # the last used one last
-
-
-class NoRangesError(Exception):
-    """The server answers with the whole file, of which more than the beginning is wanted."""
-
-
-class WholeOrRangedSource(RangedSource):
-    """A remote file that is read by ranges if the server has them, or else as a whole.
-
-    A subclass asks for ranges (`_answered`), and raises NoRangesError there if `_is_head` does not allow an answer with
-    the whole file. `server` is named in the warning of that.
-    """
-
-    def __init__(self, location: Path, recorder: Recorder, *, server: str) -> None:
-        super().__init__(location, recorder)
-        self._server = server
-        self._is_expected = False
-        self._whole: WholeFile | None = None
-        self._opening = threading.Lock()
-
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        self._is_expected = True
-        super().expect(ranges)
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        num_bytes = sum(buffer.nbytes for buffer in buffers)
-        is_ranged = self._whole is None and self._server not in SERVERS_WITHOUT_RANGES
-        if is_ranged or self._is_head(offset + num_bytes) or not num_bytes:
-            try:
-                super().read_into(buffers, offset)
-                return
-            except NoRangesError:
-                pass
-        whole = self._opened_whole()
-        with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self._location.name):
-            whole.read_into(buffers, offset)
-
-    def close(self) -> None:
-        super().close()
-        if self._whole is not None:
-            self._whole.close()
-
-    def _is_head(self, stop: int) -> bool:
-        """Return whether a read up to `stop` is one of a header; reads of data were expected."""
-        return not self._is_expected and stop <= MAX_HEAD_BYTES
-
-    def _opened_whole(self) -> WholeFile:
-        with self._opening:
-            if self._whole is None:
-                warn_of_server_without_ranges(self._server)
-                self._whole = WholeFile(self._shown, self._size(), self._answered_whole, self._received)
-            return self._whole
-
-    def _answered_whole(self, start: int, stop: int) -> AbstractContextManager[Iterator[bytes]]:
-        """Ask for bytes `start` to `stop`, the end; as `_answered`, but the answer may be the whole file."""
-        raise NotImplementedError
-
-    def _size(self) -> int:
-        """Return the size of the file."""
-        raise NotImplementedError
 
 
 class WholeFile:
