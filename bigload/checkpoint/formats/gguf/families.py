@@ -102,7 +102,7 @@ class Family:
     """A class of transformers for an architecture of llama.cpp.
 
     Attributes:
-        architecture: llama.cpp's name, `general.architecture`.
+        architecture: llama.cpp's name, `general.architecture`. It and the next two come from `_NAMES`.
         model_type, model_class: Of config.json.
         root, block: Modules, or whole tensors, by their names in GGUF: outside of blocks, and in one.
         layers: The module of transformers that has the blocks.
@@ -122,9 +122,9 @@ class Family:
         is_tied: The output is the input embedding where config.json does not say it.
     """
 
-    architecture: str
-    model_type: str
-    model_class: str
+    architecture: str = ""
+    model_type: str = ""
+    model_class: str = ""
     root: Mapping[str, str] = field(default_factory=lambda: _ROOT)
     block: Mapping[str, str] = field(default_factory=lambda: {**_ATTENTION, **_MLP, **_NORMS})
     layers: str = "model.layers"
@@ -151,36 +151,19 @@ class Family:
 
 
 _TURNED = {"self_attn.q_proj": GgufRule.HEADS, "self_attn.k_proj": GgufRule.KEY_HEADS}
-_LLAMA = Family(architecture="llama", model_type="llama", model_class="LlamaForCausalLM", rules=_TURNED)
+_LLAMA = Family(rules=_TURNED)
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-_GEMMA = Family(
-    architecture="gemma",
-    model_type="gemma",
-    model_class="GemmaForCausalLM",
-    activations=_GELU,
-    adds_one=True,
-    is_tied=True,
-)
+_GEMMA = Family(activations=_GELU, adds_one=True, is_tied=True)
 _LAYER_NORM = {**_COUNTS, "attention.layer_norm_epsilon": "layer_norm_eps"}
 _COHERE = Family(
-    architecture="command-r",
-    model_type="cohere",
-    model_class="CohereForCausalLM",
     block={**_ATTENTION, **_MLP, "attn_norm": "input_layernorm"},
     keys={**_LAYER_NORM, "logit_scale": "logit_scale"},
     fixed={"rope.scaling.type": "none"},
     flags=_QK_NORM,
     is_tied=True,
 )
-_OLMO2 = Family(
-    architecture="olmo2",
-    model_type="olmo2",
-    model_class="Olmo2ForCausalLM",
-    block={**_ATTENTION, **_MLP, **_POST_NORMS},
-)
-_GRANITE = replace(
-    _LLAMA, architecture="granite", model_type="granite", model_class="GraniteForCausalLM", keys={**_SIZES, **_SCALES}
-)
+_OLMO2 = Family(block={**_ATTENTION, **_MLP, **_POST_NORMS})
+_GRANITE = replace(_LLAMA, keys={**_SIZES, **_SCALES})
 
 _MIXTURE = {  # of DeepSeek and what follows it
     "expert_count": "n_routed_experts",
@@ -196,9 +179,6 @@ _MIXTURE = {  # of DeepSeek and what follows it
 _SOFTMAX, _SIGMOID = ({"expert_gating_func": number} for number in (1, 2))
 _BIASED_GATE = {**_MOE_GATE, **_SHARED_EXPERTS, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 _DEEPSEEK3 = Family(
-    architecture="deepseek2",
-    model_type="deepseek_v3",
-    model_class="DeepseekV3ForCausalLM",
     block={
         **_NORMS,
         **_MLP,
@@ -226,9 +206,6 @@ _DEEPSEEK3 = Family(
     rules={"self_attn.kv_b_proj": GgufRule.LATENT_HEADS},
 )
 _GLM4_MOE = Family(
-    architecture="glm4moe",
-    model_type="glm4_moe",
-    model_class="Glm4MoeForCausalLM",
     block={
         **_ATTENTION,
         **_MLP,
@@ -262,9 +239,6 @@ def _t5_mlp(number: int) -> dict[str, str]:
 
 
 _T5 = Family(
-    architecture="t5",
-    model_type="t5",
-    model_class="T5ForConditionalGeneration",
     root={
         "token_embd": "shared",
         "enc.output_norm": "encoder.final_layer_norm",
@@ -303,9 +277,6 @@ _DENSE = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
 
 _GRANITE_MOE = replace(
     _GRANITE,
-    architecture="granitemoe",
-    model_type="granitemoe",
-    model_class="GraniteMoeForCausalLM",
     block={
         **_ATTENTION,
         **_NORMS,
@@ -318,9 +289,6 @@ _GRANITE_MOE = replace(
     rules={**_TURNED, "block_sparse_moe.input_linear": GgufRule.PAIR},
 )
 _MAMBA = Family(
-    architecture="mamba",
-    model_type="mamba",
-    model_class="MambaForCausalLM",
     root={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
     layers="backbone.layers",
     block={
@@ -348,9 +316,6 @@ _MAMBA = Family(
     is_tied=True,
 )
 _LFM2 = Family(
-    architecture="lfm2",
-    model_type="lfm2",
-    model_class="Lfm2ForCausalLM",
     root={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
     block={
         **_ATTENTION,
@@ -375,9 +340,6 @@ _LFM2 = Family(
 )
 _GPT2 = Family(
     defaults={"activation_function": "gelu_new"},
-    architecture="gpt2",
-    model_type="gpt2",
-    model_class="GPT2LMHeadModel",
     root={
         "token_embd": "transformer.wte",
         "position_embd": "transformer.wpe",
@@ -405,9 +367,6 @@ _GPT2 = Family(
     is_tied=True,
 )
 _HUNYUAN = Family(
-    architecture="hunyuan-dense",
-    model_type="hunyuan_v1_dense",
-    model_class="HunYuanDenseV1ForCausalLM",
     block={
         **_ATTENTION,
         **_MLP,
@@ -417,45 +376,94 @@ _HUNYUAN = Family(
     },
 )
 
-_ALL = (
-    _LLAMA,
-    replace(_LLAMA, model_type="mistral", model_class="MistralForCausalLM"),
-    replace(
+_NAMES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("llama", "MistralForCausalLM"),
+    "mixtral": ("llama", "MixtralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen2_moe": ("qwen2moe", "Qwen2MoeForCausalLM"),
+    "qwen3_moe": ("qwen3moe", "Qwen3MoeForCausalLM"),
+    "gemma": ("gemma", "GemmaForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3_text": ("gemma3", "Gemma3ForCausalLM"),
+    "gemma4_text": ("gemma4", "Gemma4ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "gpt_oss": ("gpt-oss", "GptOssForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "glm": ("chatglm", "GlmForCausalLM"),
+    "olmo": ("olmo", "OlmoForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "olmo3": ("olmo2", "Olmo3ForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+    "cohere": ("command-r", "CohereForCausalLM"),
+    "cohere2": ("cohere2", "Cohere2ForCausalLM"),
+    "starcoder2": ("starcoder2", "Starcoder2ForCausalLM"),
+    "stablelm": ("stablelm", "StableLmForCausalLM"),
+    "phi": ("phi2", "PhiForCausalLM"),
+    "nemotron": ("nemotron", "NemotronForCausalLM"),
+    "arcee": ("arcee", "ArceeForCausalLM"),
+    "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
+    "jais2": ("jais2", "Jais2ForCausalLM"),
+    "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
+    "ernie4_5_moe": ("ernie4_5-moe", "Ernie4_5_MoeForCausalLM"),
+    "hunyuan_v1_dense": ("hunyuan-dense", "HunYuanDenseV1ForCausalLM"),
+    "hunyuan_v1_moe": ("hunyuan-moe", "HunYuanMoEV1ForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "olmoe": ("olmoe", "OlmoeForCausalLM"),
+    "deepseek_v3": ("deepseek2", "DeepseekV3ForCausalLM"),
+    "deepseek_v2": ("deepseek2", "DeepseekV2ForCausalLM"),
+    "glm4_moe_lite": ("deepseek2", "Glm4MoeLiteForCausalLM"),
+    "glm4_moe": ("glm4moe", "Glm4MoeForCausalLM"),
+    "dots1": ("dots1", "Dots1ForCausalLM"),
+    "minimax_m2": ("minimax-m2", "MiniMaxM2ForCausalLM"),
+    "llama4_text": ("llama4", "Llama4ForCausalLM"),
+    "t5": ("t5", "T5ForConditionalGeneration"),
+    "mt5": ("t5", "MT5ForConditionalGeneration"),
+    "umt5": ("t5", "UMT5ForConditionalGeneration"),
+    "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
+    "granitemoeshared": ("granitemoe", "GraniteMoeSharedForCausalLM"),
+    "gpt2": ("gpt2", "GPT2LMHeadModel"),
+    "gpt_bigcode": ("starcoder", "GPTBigCodeForCausalLM"),
+    "bloom": ("bloom", "BloomForCausalLM"),
+    "falcon": ("falcon", "FalconForCausalLM"),
+    "gpt_neox": ("gptneox", "GPTNeoXForCausalLM"),
+    "mamba": ("mamba", "MambaForCausalLM"),
+    "falcon_mamba": ("mamba", "FalconMambaForCausalLM"),
+    "lfm2": ("lfm2", "Lfm2ForCausalLM"),
+    "lfm2_moe": ("lfm2moe", "Lfm2MoeForCausalLM"),
+}
+"""Names of architectures of llama.cpp, and of classes of transformers, by `model_type`."""
+
+_FAMILIES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": replace(
         _LLAMA,
-        model_type="mixtral",
-        model_class="MixtralForCausalLM",
         block={**_ATTENTION, **_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"},
         experts="block_sparse_moe.experts.{number}.{part}",
         expert_parts=_W123,
         keys={**_SIZES, **_LOCAL_EXPERTS},
     ),
-    Family(architecture="qwen2", flags={}, model_type="qwen2", model_class="Qwen2ForCausalLM"),
-    Family(architecture="qwen3", model_type="qwen3", model_class="Qwen3ForCausalLM"),
-    Family(
-        architecture="qwen2moe",
+    "qwen2": Family(flags={}),
+    "qwen3": Family(),
+    "qwen2_moe": Family(
         flags={},
-        model_type="qwen2_moe",
-        model_class="Qwen2MoeForCausalLM",
         block={**_ATTENTION, **_NORMS, **_MOE_GATE, **_SHARED_EXPERT},
         keys={**_SIZES, **_QWEN_EXPERTS},
         builtin={"norm_topk_prob": False},
     ),
-    Family(
-        architecture="qwen3moe",
-        model_type="qwen3_moe",
-        model_class="Qwen3MoeForCausalLM",
+    "qwen3_moe": Family(
         block={**_ATTENTION, **_NORMS, **_MOE_GATE, **_MLP},
         keys={**_SIZES, **_QWEN_EXPERTS},
         builtin={"norm_topk_prob": True},
         defaults={"norm_topk_prob": True},
     ),
-    _GEMMA,
-    replace(
+    "gemma": _GEMMA,
+    "gemma2": replace(
         _GEMMA,
         window_every=2,
-        architecture="gemma2",
-        model_type="gemma2",
-        model_class="Gemma2ForCausalLM",
         block={**_ATTENTION, **_MLP, **_GEMMA_NORMS},
         keys={
             **_SIZES,
@@ -463,12 +471,9 @@ _ALL = (
             "final_logit_softcapping": "final_logit_softcapping",
         },
     ),
-    replace(
+    "gemma3_text": replace(
         _GEMMA,
         window_every=6,
-        architecture="gemma3",
-        model_type="gemma3_text",
-        model_class="Gemma3ForCausalLM",
         assumed={
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
@@ -481,10 +486,7 @@ _ALL = (
         block={**_ATTENTION, **_MLP, **_GEMMA_NORMS},
         keys={**_SIZES, "rope.freq_base_swa": "rope_local_base_freq"},
     ),
-    Family(
-        architecture="gemma4",
-        model_type="gemma4_text",
-        model_class="Gemma4ForCausalLM",
+    "gemma4_text": Family(
         root={
             **_ROOT,
             "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -522,18 +524,12 @@ _ALL = (
         activations=_GELU,
         is_tied=True,
     ),
-    Family(
-        architecture="phi3",
-        model_type="phi3",
-        model_class="Phi3ForCausalLM",
+    "phi3": Family(
         block={**_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", **_FUSED_MLP},
         keys={**_SIZES, "rope.scaling.original_context_length": "original_max_position_embeddings"},
     ),
-    Family(
-        architecture="gpt-oss",
+    "gpt_oss": Family(
         flags={},
-        model_type="gpt_oss",
-        model_class="GptOssForCausalLM",
         block={
             **_ATTENTION,
             "attn_norm": "input_layernorm",
@@ -556,10 +552,7 @@ _ALL = (
         builtin={"swiglu_limit": 7.0},
         window_every=2,
     ),
-    Family(
-        architecture="glm4",
-        model_type="glm4",
-        model_class="Glm4ForCausalLM",
+    "glm4": Family(
         block={
             **_ATTENTION,
             **_FUSED_MLP,
@@ -569,50 +562,33 @@ _ALL = (
             "post_ffw_norm": "post_mlp_layernorm",
         },
     ),
-    Family(
-        architecture="chatglm",
-        model_type="glm",
-        model_class="GlmForCausalLM",
-        block={**_ATTENTION, **_FUSED_MLP, **_NORMS},
-    ),
-    Family(
-        architecture="olmo",
-        model_type="olmo",
-        model_class="OlmoForCausalLM",
+    "glm": Family(block={**_ATTENTION, **_FUSED_MLP, **_NORMS}),
+    "olmo": Family(
         root={"token_embd": "model.embed_tokens", "output": "lm_head"},
         block={**_ATTENTION, **_MLP},
         keys={**_COUNTS, "attention.clamp_kqv": "clip_qkv"},
         fixed={"attention.layer_norm_epsilon": 1e-5},
         rules=_TURNED,
     ),
-    _OLMO2,
-    replace(_OLMO2, model_type="olmo3", model_class="Olmo3ForCausalLM", window_every=4),
-    _GRANITE,
-    _COHERE,
-    replace(_COHERE, architecture="cohere2", model_type="cohere2", model_class="Cohere2ForCausalLM", window_every=4),
-    Family(
-        architecture="starcoder2",
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, window_every=4),
+    "granite": _GRANITE,
+    "cohere": _COHERE,
+    "cohere2": replace(_COHERE, window_every=4),
+    "starcoder2": Family(
         flags={"use_bias": ".self_attn.q_proj.bias"},
         defaults={"use_bias": False},
-        model_type="starcoder2",
-        model_class="Starcoder2ForCausalLM",
         block={**_ATTENTION, **_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         keys={**_COUNTS, "attention.layer_norm_epsilon": "norm_epsilon"},
         activations=_GELU,
     ),
-    Family(
-        architecture="stablelm",
-        model_type="stablelm",
-        model_class="StableLmForCausalLM",
+    "stablelm": Family(
         flags={"use_qkv_bias": ".self_attn.q_proj.bias"},
         block={**_ATTENTION, **_MLP, **_NORMS},
         keys={**_LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
     ),
-    Family(
-        architecture="phi2",
+    "phi": Family(
         flags={},
-        model_type="phi",
-        model_class="PhiForCausalLM",
         root={**_ROOT, "output_norm": "model.final_layernorm"},
         block={
             **_ATTENTION,
@@ -624,27 +600,14 @@ _ALL = (
         keys=_LAYER_NORM,
         activations=_GELU,
     ),
-    Family(
-        architecture="nemotron",
-        model_type="nemotron",
-        model_class="NemotronForCausalLM",
+    "nemotron": Family(
         block={**_ATTENTION, **_UP_DOWN, **_NORMS},
         keys={**_COUNTS, "attention.layer_norm_epsilon": "norm_eps"},
         activations=("relu2",),
         adds_one=True,
     ),
-    replace(
-        _LLAMA,
-        architecture="arcee",
-        model_type="arcee",
-        model_class="ArceeForCausalLM",
-        block={**_ATTENTION, **_UP_DOWN, **_NORMS},
-        activations=("relu2",),
-    ),
-    Family(
-        architecture="seed_oss",
-        model_type="seed_oss",
-        model_class="SeedOssForCausalLM",
+    "arcee": replace(_LLAMA, block={**_ATTENTION, **_UP_DOWN, **_NORMS}, activations=("relu2",)),
+    "seed_oss": Family(
         defaults={"attention_bias": False},
         block={
             **_ATTENTION,
@@ -653,21 +616,15 @@ _ALL = (
             "post_attention_norm": "post_attention_layernorm",
         },
     ),
-    Family(
-        architecture="jais2",
-        model_type="jais2",
-        model_class="Jais2ForCausalLM",
+    "jais2": Family(
         block={**_ATTENTION, **_UP_DOWN, **_NORMS},
         keys=_LAYER_NORM,
         defaults={"attention_bias": False, "mlp_bias": False},
         flags={**_BIAS, "mlp_bias": ".mlp.up_proj.bias"},
         activations=("relu2",),
     ),
-    Family(architecture="ernie4_5", model_type="ernie4_5", model_class="Ernie4_5ForCausalLM"),
-    Family(
-        architecture="ernie4_5-moe",
-        model_type="ernie4_5_moe",
-        model_class="Ernie4_5_MoeForCausalLM",
+    "ernie4_5": Family(),
+    "ernie4_5_moe": Family(
         block={
             **_ATTENTION,
             **_NORMS,
@@ -691,12 +648,9 @@ _ALL = (
         rules={"mlp.moe_statics.e_score_correction_bias": GgufRule.SQUEEZED},
         is_tied=True,
     ),
-    _HUNYUAN,
-    replace(
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": replace(
         _HUNYUAN,
-        architecture="hunyuan-moe",
-        model_type="hunyuan_v1_moe",
-        model_class="HunYuanMoEV1ForCausalLM",
         block={
             **_HUNYUAN.block,
             "ffn_gate_inp": "mlp.gate.wg",
@@ -710,52 +664,28 @@ _ALL = (
             "expert_shared_feed_forward_length": "intermediate_size",
         },
     ),
-    replace(
-        _LLAMA,
-        architecture="smollm3",
-        model_type="smollm3",
-        model_class="SmolLM3ForCausalLM",
-        builtin={"no_rope_layer_interval": 4, "use_sliding_window": False},
-    ),
-    replace(
+    "smollm3": replace(_LLAMA, builtin={"no_rope_layer_interval": 4, "use_sliding_window": False}),
+    "exaone4": replace(
         _OLMO2,
-        architecture="exaone4",
-        model_type="exaone4",
-        model_class="Exaone4ForCausalLM",
         builtin={"sliding_window": None},  # but with 64 layers, which was not tried
     ),
-    Family(
-        architecture="olmoe",
-        model_type="olmoe",
-        model_class="OlmoeForCausalLM",
+    "olmoe": Family(
         block={**_ATTENTION, **_NORMS, **_MOE_GATE},
         keys={**_SIZES, **_EXPERTS},
         builtin={"norm_topk_prob": False, "clip_qkv": None},
     ),
-    _DEEPSEEK3,
-    replace(
-        _DEEPSEEK3,
-        model_type="deepseek_v2",
-        model_class="DeepseekV2ForCausalLM",
-        fixed=_SOFTMAX,
-        builtin={"topk_method": "greedy"},
-    ),
-    replace(_DEEPSEEK3, model_type="glm4_moe_lite", model_class="Glm4MoeLiteForCausalLM"),
-    _GLM4_MOE,
-    replace(
+    "deepseek_v3": _DEEPSEEK3,
+    "deepseek_v2": replace(_DEEPSEEK3, fixed=_SOFTMAX, builtin={"topk_method": "greedy"}),
+    "glm4_moe_lite": _DEEPSEEK3,
+    "glm4_moe": _GLM4_MOE,
+    "dots1": replace(
         _GLM4_MOE,
-        architecture="dots1",
-        model_type="dots1",
-        model_class="Dots1ForCausalLM",
         block={**_ATTENTION, **_MLP, **_BIASED_GATE, **_NORMS},
         keys={**_SIZES, **_MIXTURE},
         flags=_BIAS,
         prediction=PredictionLayers.REFUSED,
     ),
-    Family(
-        architecture="minimax-m2",
-        model_type="minimax_m2",
-        model_class="MiniMaxM2ForCausalLM",
+    "minimax_m2": Family(
         block={
             **_ATTENTION,
             **_NORMS,
@@ -768,10 +698,7 @@ _ALL = (
         fixed=_SIGMOID,
         builtin={"scoring_func": "sigmoid"},
     ),
-    Family(
-        architecture="llama4",
-        model_type="llama4_text",
-        model_class="Llama4ForCausalLM",
+    "llama4_text": Family(
         block={
             **_ATTENTION,
             **_NORMS,
@@ -802,14 +729,12 @@ _ALL = (
         },
         window_every=4,
     ),
-    _T5,
-    replace(_T5, model_type="mt5", model_class="MT5ForConditionalGeneration"),
-    replace(_T5, model_type="umt5", model_class="UMT5ForConditionalGeneration"),
-    _GRANITE_MOE,
-    replace(
+    "t5": _T5,
+    "mt5": _T5,
+    "umt5": _T5,
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": replace(
         _GRANITE_MOE,
-        model_type="granitemoeshared",
-        model_class="GraniteMoeSharedForCausalLM",
         block={
             **_GRANITE_MOE.block,
             "ffn_gate_shexp.weight": "shared_mlp.input_linear.weight",
@@ -819,11 +744,8 @@ _ALL = (
         keys={**_GRANITE_MOE.keys, "expert_shared_feed_forward_length": "shared_intermediate_size"},
         rules={**_GRANITE_MOE.rules, "shared_mlp.input_linear": GgufRule.PAIR},
     ),
-    _GPT2,
-    Family(
-        architecture="starcoder",
-        model_type="gpt_bigcode",
-        model_class="GPTBigCodeForCausalLM",
+    "gpt2": _GPT2,
+    "gpt_bigcode": Family(
         root=_GPT2.root,
         layers=_GPT2.layers,
         block=_GPT2.block,
@@ -832,10 +754,7 @@ _ALL = (
         activations=_GELU,
         is_tied=True,
     ),
-    Family(
-        architecture="bloom",
-        model_type="bloom",
-        model_class="BloomForCausalLM",
+    "bloom": Family(
         root={
             "token_embd": "transformer.word_embeddings",
             "token_embd_norm": "transformer.word_embeddings_layernorm",
@@ -854,10 +773,7 @@ _ALL = (
         rules={"self_attention.query_key_value": GgufRule.FUSED_HEADS},
         is_tied=True,
     ),
-    Family(
-        architecture="falcon",
-        model_type="falcon",
-        model_class="FalconForCausalLM",
+    "falcon": Family(
         root={
             "token_embd": "transformer.word_embeddings",
             "output_norm": "transformer.ln_f",
@@ -880,10 +796,7 @@ _ALL = (
         activations=_GELU,
         is_tied=True,
     ),
-    Family(
-        architecture="gptneox",
-        model_type="gpt_neox",
-        model_class="GPTNeoXForCausalLM",
+    "gpt_neox": Family(
         root={"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
         layers="gpt_neox.layers",
         block={**_NORMS, **_DENSE, "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"},
@@ -891,19 +804,11 @@ _ALL = (
         activations=_GELU,
         rules={"attention.query_key_value": GgufRule.FUSED_HEADS},
     ),
-    _MAMBA,
-    replace(
-        _MAMBA,
-        model_type="falcon_mamba",
-        model_class="FalconMambaForCausalLM",
-        fixed={**_MAMBA.fixed, "ssm.dt_b_c_rms": True},
-    ),
-    _LFM2,
-    replace(
+    "mamba": _MAMBA,
+    "falcon_mamba": replace(_MAMBA, fixed={**_MAMBA.fixed, "ssm.dt_b_c_rms": True}),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
         _LFM2,
-        architecture="lfm2moe",
-        model_type="lfm2_moe",
-        model_class="Lfm2MoeForCausalLM",
         block={**_LFM2.block, "ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias"},
         experts="feed_forward.experts.{number}.{part}",
         expert_parts=_W123,
@@ -917,7 +822,12 @@ _ALL = (
         builtin={**_LFM2.builtin, "norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0},
         defaults={},
     ),
-)
+}
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
+FAMILIES: Mapping[str, Family] = {
+    model_type: replace(
+        _FAMILIES[model_type], architecture=architecture, model_type=model_type, model_class=model_class
+    )
+    for model_type, (architecture, model_class) in _NAMES.items()
+}
 """By `model_type`; several may be of one architecture, and are told apart by other keys (`config.family_of`)."""
