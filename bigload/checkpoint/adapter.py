@@ -41,8 +41,6 @@ class Adapter:
 
     Attributes:
         path: Its folder, as the user named it.
-        checkpoint: Its tensors.
-        config: Its `adapter_config.json`.
         modules: Low-rank parts by the path of the module that they change, and by kind: `lora_A`, `lora_B.bias`.
         saved: Tensors that it brings whole (`modules_to_save`, biases), by the name that they have in the base.
     """

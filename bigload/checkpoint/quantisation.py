@@ -53,7 +53,6 @@ class Quantisation:
     Attributes:
         method: Name of the method, such as `AWQ`.
         bits: Bits of one quantised parameter; `None` where neither config nor names tell.
-        tensors: Those of the checkpoint.
         group_size: Inputs that share a scale, where compressed-tensors says so; else 0 or less.
     """
 
@@ -88,9 +87,7 @@ class WeightInParts(NamedTuple):
     """A weight in several tensors, which a library puts together to one of a class of its own.
 
     Attributes:
-        name: That of the weight, in the checkpoint.
         method: How it is packed.
-        parts: The tensors, by name.
         descriptions: Tensors that say in words how to put them together, by name.
         metadata: What the metadata of the file says about that.
     """

@@ -43,11 +43,8 @@ class OutputTensor(_TensorFields):
 
     Attributes:
         source: The stored tensor, or what it is assembled or computed from.
-        dtype: Dtype to write.
         parts: Slices along one dimension, written one after the other; empty for the whole tensor, which an assembled
             one always is.
-        shape: Shape as written.
-        num_bytes: Bytes as written.
     """
 
     __slots__ = ()
@@ -101,7 +98,6 @@ class OutputFile:
         data_offset: The data starts at this many bytes after a multiple of `DATA_ALIGNMENT`.
         aliases: Further names of tensors in it, to the names they have here. They go into `__metadata__`, where
             safetensors' `save_model` and huggingface_hub's `save_torch_state_dict` say so too.
-        metadata: Further texts of `__metadata__`.
         is_copy: The file is a copy of a file of the source, whatever is in it. `tensors` has one that stands for all
             of its bytes, and that no record names.
         sha256: Digest that the service has for the whole file, in hexadecimal.
@@ -198,12 +194,10 @@ class Output:
 
     Attributes:
         layout: Name of the layout; set by `selection.lay_out`.
-        files: Files of weights.
         documents: Small files by relative path, in the order of writing. An index marks its folder as complete, so it
             comes after the other files, and that of the root comes last.
         aliases: Names of tensors that are not written, to the written tensor that they are tied to.
         links: Further names of files of weights, by relative path: hard links, or relative symbolic ones.
-        notes: Sentences for the user.
     """
 
     files: tuple[OutputFile, ...]

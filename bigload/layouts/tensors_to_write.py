@@ -18,9 +18,7 @@ class TensorsToWrite:
         checkpoint: The checkpoint with the tensors and the config to write in place of its own. Spans of those in
             `sources` are empty.
         sources: What those are made of that are no stored tensor: pieces of some, or what is computed from some.
-        documents: What to write beside them.
         is_changed: Names, forms or values differ from the stored ones.
-        notes: Sentences for the user.
     """
 
     checkpoint: Checkpoint

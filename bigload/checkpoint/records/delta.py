@@ -42,7 +42,6 @@ class DeltaDescription:
         base: Folder of the base, absolute or relative to that of the delta.
         shards: What its files were.
         tensors: Digests of the tensors that are the base's, by name.
-        files: The delta's own files.
     """
 
     base: str

@@ -51,7 +51,6 @@ class FileRecord:
     """Size and digests of one file.
 
     Attributes:
-        num_bytes: Its size.
         digest: Of all of its bytes, 32 hexadecimal digits; `None` where the file system cloned bytes that were never
             read.
         tensors: Digest of the bytes of each tensor in it, by name, or `None` as above; empty for other files,

@@ -31,8 +31,6 @@ class RecordedDigests:
     """Digests that a manifest has of the tensors of `checkpoint`.
 
     Attributes:
-        manifest: The manifest.
-        path: Its file.
         folder: Folder of the checkpoint in the one that the manifest describes, `""` or with a slash at its end.
     """
 

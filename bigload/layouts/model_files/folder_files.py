@@ -43,8 +43,6 @@ class FolderFiles:
     """Files in the folder of a checkpoint that are to be fetched, by their names in it.
 
     Attributes:
-        shards: Shards of the checkpoint.
-        beside: All others.
         left: Files that are left out, and the reason.
         sizes: Bytes of all of them.
     """

@@ -60,23 +60,17 @@ class PreparedReshard:
     """A checked reshard, ready to run.
 
     Attributes:
-        checkpoint: Checkpoint to read.
-        plan: Plan that was given, if any.
         out: Folder to publish.
-        output: Files to write.
         ranges: Byte ranges of data by file; the rest are holes of sparse sources.
         side_files: Config, tokenizer and the like, copied if the whole model is written.
         stored_bytes: Bytes that the output takes on disk, without holes.
         needed_bytes: Bytes of disk to write; 0 where nothing is, or the kernel shares blocks.
         free_bytes: Free bytes there.
         kept_bytes: Bytes of an interrupted run that is resumed, before they are checked.
-        options: Options that it was prepared with.
         recipe: Digest of everything that decides which bytes are written, as this host sees it.
         output_digest: Digest of `output` alone: the same on every host.
         identities: Identities of the source files when `recipe` was made.
-        kernel: What the kernel can copy by itself.
         is_finished: The run to resume had published everything.
-        notes: Sentences for the user.
         recorded: Options that decide the bytes, for the manifest.
         resume_by: How an interrupted run is resumed, in words.
     """

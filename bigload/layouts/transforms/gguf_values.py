@@ -33,11 +33,7 @@ _BROKEN = "download or convert the file again"
 
 @dataclass(frozen=True)
 class DecodeGguf:
-    """Decode ggml's blocks, put rotated heads in transformers' order, and take 1 off the norms of Gemma.
-
-    Attributes:
-        dtype: The dtype that was asked for.
-    """
+    """Decode ggml's blocks, put rotated heads in transformers' order, and take 1 off the norms of Gemma."""
 
     dtype: DType | None
 

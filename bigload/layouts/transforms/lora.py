@@ -96,7 +96,6 @@ class _Merge:
     """One adapter and the tensors that it is merged into.
 
     Attributes:
-        problems: What does not fit.
         unties: It brings an output layer of its own to a model that ties it to the embedding.
     """
 

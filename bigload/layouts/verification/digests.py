@@ -166,7 +166,6 @@ class InOrderDigest:
     get their memory in file order: else those that are kept could hold all of it.
 
     Attributes:
-        digest: Digest of the file.
         prefixes: Digest of all bytes up to the end of each window, by that position.
     """
 

@@ -30,10 +30,6 @@ class FileInProgress:
     """An output file while several threads write it; finished by the one that ends its last window.
 
     Attributes:
-        output: What is written.
-        sink: Where to.
-        journal: Journal of finished parts.
-        tally: Counter of progress.
         records: Records of finished files, to which its own is added.
         kept: The part that an interrupted run left of it.
     """

@@ -38,8 +38,6 @@ class FileProgress:
         tensors: Digests of its tensors, from the first on.
         prefixes: Digests of all bytes up to a position, by that position.
         windows: Digests of byte ranges, by start and stop, in any order.
-        digest: Of the complete file.
-        is_complete: All of it is there.
     """
 
     tensors: dict[str, str] = field(default_factory=dict)

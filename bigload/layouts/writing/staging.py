@@ -47,8 +47,6 @@ class Staging:
     """A folder to write into, and the journal of what is finished there.
 
     Attributes:
-        folder: Folder to write into.
-        journal: Journal of this rank.
         progress: Journals of an interrupted run; to be checked before anything is kept.
         is_void: Nothing in it may be kept, whatever the journal says.
     """

@@ -93,7 +93,6 @@ class Writer:
     Attributes:
         pool: A block of memory for each thread to read back into, as large as a window.
         alignment: Alignment of direct writes; `None` to write through the page cache.
-        kernel: What the kernel can copy by itself.
     """
 
     folder: Path

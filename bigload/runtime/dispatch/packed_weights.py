@@ -33,7 +33,6 @@ class PackedParameter(NamedTuple):
     """A parameter of a model, and what a checkpoint has for it.
 
     Attributes:
-        slots: Where it belongs.
         form: It, with all parts on the meta device.
         parts: Their names, in the order in which it is put together.
     """

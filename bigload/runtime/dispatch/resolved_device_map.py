@@ -53,10 +53,7 @@ class ResolvedDeviceMap(NamedTuple):
     """Home and execution device of each part of a model.
 
     Attributes:
-        device_map: As it was given.
         main_device: Where offloaded parts run.
-        blocks: The parts.
-        tied: Names of each tied parameter.
     """
 
     device_map: DeviceMap

@@ -44,7 +44,6 @@ class AssembledWeight(NamedTuple):
     Attributes:
         tensor: Its pieces, with the paths of their files.
         dtype: What the map of weights gives it as.
-        stored_files: Its files, by their paths.
     """
 
     tensor: AssembledTensor

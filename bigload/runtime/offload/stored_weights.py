@@ -47,7 +47,6 @@ class FileWeight(NamedTuple):
     """Location of a stored weight, and the dtype that it is wanted in.
 
     Attributes:
-        path: The file.
         tensor: Its form there; the span counts in that file.
         dtype: What the map of weights gives it as.
         files: What maps the file.

@@ -80,11 +80,7 @@ def _number(index: object) -> int | None:
 
 
 class ExpertBlock(StreamedBlock):
-    """The rows of one expert in the parameters of its module, as a routed block.
-
-    Attributes:
-        number: That of the expert.
-    """
+    """The rows of one expert in the parameters of its module, as a routed block."""
 
     is_fused = True
 

@@ -53,10 +53,7 @@ class StreamedBlock:
     as ever, so any module of a block may also be called by itself.
 
     Attributes:
-        name: The module's name in the model.
-        module: The module that is called.
         members: The modules of the block, `module` too where it has offloaded weights of its own.
-        device: Where it runs.
         is_routed: Whether it is an expert, which only some tokens need: loaded when its layer asks for it.
         streamer: What schedules the block. The attributes below are guarded by its lock.
         bypassable: The hook of the module, if its work is done where the weights are there already.

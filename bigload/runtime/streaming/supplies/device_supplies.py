@@ -95,7 +95,6 @@ class _DeviceResidency:
 
     Attributes:
         memory: What the tensors are made of.
-        tensors: The weights.
         is_free: The event for the end of all previous users of the memory.
         arrived: The event for the arrival of the last copy, if that is not of the home stream.
     """

@@ -30,7 +30,6 @@ class PooledBuffer:
 
     Attributes:
         buffer: The memory, to be filled only while `view` lives: then it is lent again.
-        view: All of it.
     """
 
     buffer: Buffer

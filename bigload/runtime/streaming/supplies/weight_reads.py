@@ -50,7 +50,6 @@ class WeightReads:
 
     Attributes:
         schedule: The memory that the weights take, and the reads that fill it.
-        num_file_bytes: What is read from files.
     """
 
     def __init__(self, weights: Sequence[Weight], place: str) -> None:
