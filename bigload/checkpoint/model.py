@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bigload.dtypes import STORED_DTYPES, DType
+from bigload.machine.files.byte_ranges import merged_ranges
 
 
 class Span(NamedTuple):
@@ -290,13 +291,10 @@ def name_of(path: str) -> str:
 
 def distinct_bytes(spans: Iterable[Span]) -> int:
     """Return how many bytes of files lie in at least one of `spans`."""
-    total, last, end = 0, "", 0
-    for span in sorted(spans, key=lambda span: (span.file, span.start)):
-        if span.file != last:
-            last, end = span.file, 0
-        total += max(span.stop - max(span.start, end), 0)
-        end = max(end, span.stop)
-    return total
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for file, start, stop in spans:
+        by_file.setdefault(file, []).append((start, stop))
+    return sum(stop - start for ranges in by_file.values() for start, stop in merged_ranges(ranges))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from bigload.layouts.output import OutputFile, OutputTensor
 from bigload.layouts.writing.output_file_writer import BLOCK_BYTES
 from bigload.layouts.writing.window_reader import Portion
 from bigload.loading.scheduling.slices import StridedRange, rows_of
+from bigload.machine.files.byte_ranges import merged_ranges
 from bigload.units import KIB, MIB
 
 WINDOW_BYTES = 4 * MIB
@@ -83,23 +84,16 @@ class DataRanges:
 def data_ranges(output: OutputFile, extents: Extents, *, block_bytes: int) -> DataRanges:
     """Return what of `output` is data, in whole blocks; the last may be cut short by the end of the file."""
     pairs = [(0, output.header_bytes)]
-    literals = output.literals()
     for tensor, start in zip(output.tensors, output.starts(), strict=True):
         for begin, end in _data_of(tensor, extents):
             pairs.append((start + begin, start + end))
-    if literals:
-        pairs = sorted([*pairs, *((start, start + len(gap)) for start, gap in literals)])
-    merged: list[tuple[int, int]] = []
-    for first, last in pairs:
-        if first == last:
-            continue
-        begin = first // block_bytes * block_bytes
-        end = min(-(-last // block_bytes) * block_bytes, output.num_bytes)
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return DataRanges(tuple(merged))
+    pairs += [(start, start + len(gap)) for start, gap in output.literals()]
+    blocks = [
+        (first // block_bytes * block_bytes, min(-(-last // block_bytes) * block_bytes, output.num_bytes))
+        for first, last in pairs
+        if first < last
+    ]
+    return DataRanges(tuple(merged_ranges(blocks)))
 
 
 def windows(

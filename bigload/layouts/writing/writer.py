@@ -33,6 +33,7 @@ from bigload.layouts.writing.window_reader import WindowReader, first_read
 from bigload.layouts.writing.windows import COPIED_WINDOW_BYTES, WINDOW_BYTES, DataRanges, Window, windows
 from bigload.loading.progress import Tally
 from bigload.loading.source_pool import MAX_OPEN_FILES
+from bigload.machine.files.byte_ranges import merged_ranges
 from bigload.machine.libc import libc
 from bigload.machine.memory.huge_pages import Buffer, address_of
 from bigload.machine.threads.inflight_pool import BlockPool
@@ -195,7 +196,7 @@ class Writer:
     ) -> Iterator[_Job]:
         output = file.output
         pairs = sorted(written)
-        missing = file.ranges.without(DataRanges(((0, file.begin), *_merged(pairs)))).num_bytes
+        missing = file.ranges.without(DataRanges(((0, file.begin), *merged_ranges(pairs)))).num_bytes
         if missing:
             raise RankError(None, f"{missing} bytes of {output.file} were written by no process")
         sink = self._sink(output, is_there=True)
@@ -391,17 +392,6 @@ class _Job:
     number: int
     is_copied: bool
     digest: str | None = None
-
-
-def _merged(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join neighbours of sorted ranges."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in pairs:
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def _neighbours(jobs: list[_Job], shares: Shares, *, window_bytes: int) -> Iterator[list[_Job]]:

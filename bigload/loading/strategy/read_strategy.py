@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from bigload.loading.scheduling.read_jobs import BLOCK_BYTES
 from bigload.loading.scheduling.schedule import RequestedTensor
 from bigload.loading.settings import LoadSettings, Method
 from bigload.loading.strategy.io_method import FileRanges, MethodChoice, choose_method
+from bigload.machine.files.byte_ranges import merged_ranges
 from bigload.machine.threads.activities import Phase, Recorder
 from bigload.machine.threads.inflight_pool import LENT_BLOCK_BYTES, BlockPool
 from bigload.machine.threads.thread_pool import MAX_DEFAULT_THREADS
@@ -99,20 +100,9 @@ def _files(checkpoint: Checkpoint, wanted: Sequence[RequestedTensor]) -> list[Fi
         for span in want.spans:
             spans.setdefault(span.file, []).append((span.start, span.stop))
     return [
-        FileRanges(path=checkpoint.root / file, ranges=tuple(_merged(ranges))) for file, ranges in sorted(spans.items())
+        FileRanges(path=checkpoint.root / file, ranges=tuple(merged_ranges(ranges)))
+        for file, ranges in sorted(spans.items())
     ]
-
-
-def _merged(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    begin = end = 0
-    for start, stop in sorted(ranges):
-        if start > end and begin < end:
-            yield begin, end
-        if start > end or begin == end:
-            begin, end = start, stop
-        end = max(end, stop)
-    if begin < end:
-        yield begin, end
 
 
 def _block_bytes(threads: int, max_inflight_bytes: int) -> int:

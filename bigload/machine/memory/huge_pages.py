@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bigload.errors import NotEnoughMemoryError
+from bigload.machine.files.byte_ranges import merged_ranges
 from bigload.machine.libc import HAS_PAGE_CALLS
 from bigload.machine.libc import libc as _libc
 from bigload.machine.memory.ram import available_memory
@@ -75,7 +76,7 @@ def use_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
     around it ordinary pages, whatever is advised afterwards: those are collapsed (MADV_COLLAPSE, Linux 6.1). Contents
     stay the same. Memory that is mostly there already, maps of files and shared memory are left as they are.
     """
-    wanted = _joined(ranges)
+    wanted = merged_ranges(ranges, max_gap=_MAX_GAP_BYTES)  # what an allocator has put side by side
     try:
         if not wanted or "[never]" in _ENABLED.read_text("utf-8"):
             return
@@ -88,17 +89,6 @@ def use_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
             for address in range(begin, end, HUGE_PAGE_BYTES):
                 if _is_mostly_absent(address):
                     _libc.madvise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE)  # fails where the first touch will do
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return `ranges` in rising order, those joined that an allocator has put side by side."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if joined and start <= joined[-1][1] + _MAX_GAP_BYTES:
-            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
-        else:
-            joined.append((start, stop))
-    return joined
 
 
 def _private_ranges(maps: Iterable[str]) -> Iterator[tuple[int, int]]:
