@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from bigload.bench.fresh_memory import fresh_memory_rate
-from bigload.bench.rates.storage_rates import probed_checkpoint, storage_rates
+from bigload.bench.rates.storage_rates import probed_checkpoint, storage_profile
 from bigload.errors import install_command
-from bigload.machine.memory.ram import available_memory, proc_sizes
+from bigload.machine.memory.ram import available_memory
 from bigload.machine.profiles.hardware import hardware_of
 from bigload.machine.profiles.machine_profile import DeviceProfile, MachineProfile
 from bigload.machine.threads.other_programs import OtherPrograms
 from bigload.machine.threads.thread_pool import usable_cores
 from bigload.units import GIB, MIB
 
-_THIS_MACHINE = "this machine"
 _LEAST_WEIGHT_BYTES = 64 * MIB  # the largest caches hold more, but one matrix of 32 bits has to fit
 
 
@@ -70,7 +70,7 @@ def measure_machine(
     if room is not None:
         effort = replace(effort, num_bytes=min(effort.num_bytes, room // 4))
     others, notes = OtherPrograms(), []
-    matching: dict[str, float] = {}
+    matching: dict[str, Any] = {}
     if find_spec("torch") is not None and find_spec("transformers") is not None:
         from bigload.bench.rates.matching_rates import matching_seconds
 
@@ -78,7 +78,7 @@ def measure_machine(
         matching = matching_seconds()  # before all else, as in a process that runs a model
     on_run("a file to read")
     with probed_checkpoint(path, effort.num_bytes) as checkpoint:
-        storage = storage_rates(checkpoint, seconds=effort.seconds, on_run=on_run)
+        profile, disk_notes = storage_profile(checkpoint, seconds=effort.seconds, on_run=on_run)
     on_run("memory that was free for seconds")
     fresh = fresh_memory_rate(effort.num_bytes, repeats=effort.passes)
     hardware = hardware_of(Path(path))
@@ -88,25 +88,13 @@ def measure_machine(
     else:
         devices, alike = _devices(effort, hardware.cpu, on_run)
         notes += alike
-    profile = MachineProfile(
-        name=_THIS_MACHINE,
-        source="measured",
-        disk_rate=storage.disk_rate,
-        mapped_rate=storage.mapped_rate,
-        load_rate=storage.load_rate,
-        cold_load_rate=storage.cold_load_rate,
-        single_read_rate=storage.single_read_rate,
-        fresh_memory_rate=fresh,
-        **matching,
-        ram_bytes=proc_sizes(Path("/proc/meminfo")).get("MemTotal"),
-        devices=devices,
-    )
+    profile = replace(profile, fresh_memory_rate=fresh, **matching, devices=devices)
     is_disturbed = others.disturb()
     if is_disturbed:
         cores = f"{others.busy_cores():.1f} of {usable_cores()} cores"
         notes.append(f"other programs, or the host, kept {cores} busy meanwhile: figures are lower than usual")
     return MeasuredMachine(
-        profile=profile, hardware=str(hardware), notes=(*storage.notes, *notes), is_disturbed=is_disturbed
+        profile=profile, hardware=str(hardware), notes=(*disk_notes, *notes), is_disturbed=is_disturbed
     )
 
 

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from math import prod
@@ -30,6 +30,8 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.dtypes import DTYPES
 from bigload.errors import CheckpointError, NotEnoughSpaceError, OptionError, ReadError, WriteError
 from bigload.loading.readers.mapped import MappedFile, advise_huge_pages, populate_pages_in_parallel
+from bigload.machine.memory.ram import proc_sizes
+from bigload.machine.profiles.machine_profile import MachineProfile
 from bigload.machine.threads.thread_pool import usable_cores
 from bigload.units import MIB
 
@@ -38,18 +40,6 @@ _TENSOR_BYTES = 16 * MIB
 _MAPPED_BLOCK_BYTES = 128 * MIB
 _EXPERT_BYTES = 8 * MIB
 _SPARE_BYTES = 64 * MIB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageRates:
-    """Bytes per second as in `MachineProfile`, and sentences about what could not be measured as it should be."""
-
-    disk_rate: int
-    mapped_rate: int | None
-    load_rate: int
-    cold_load_rate: int | None
-    single_read_rate: int
-    notes: tuple[str, ...]
 
 
 @contextmanager
@@ -85,10 +75,13 @@ def probed_checkpoint(path: str | Path, num_bytes: int) -> Iterator[Checkpoint]:
         yield open_checkpoint(file)
 
 
-def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[str], None]) -> StorageRates:
-    """Measure with all bytes of `checkpoint`, three times at least and for `seconds` each figure.
+def storage_profile(
+    checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[str], None]
+) -> tuple[MachineProfile, tuple[str, ...]]:
+    """Return a profile without devices, and sentences about what could not be measured as it should be.
 
-    `on_run` is called with a few words before each.
+    Each figure is measured with all bytes of `checkpoint`, three times at least and for `seconds`. `on_run` is called
+    with a few words before each.
     """
     spans = [span for tensor in checkpoint.stored.values() for span in spans_of(tensor)]
     paths = [checkpoint.root / file for file in dict.fromkeys(span.file for span in spans)]
@@ -126,14 +119,18 @@ def storage_rates(checkpoint: Checkpoint, *, seconds: float, on_run: Callable[[s
 
         on_run("loads of cold files")
         cold_load_rate = rate(partial(load_tensors, checkpoint), cold)
-    return StorageRates(
+    profile = MachineProfile(
+        name="this machine",
+        source="measured",
         disk_rate=max(disk_rates),
         mapped_rate=mapped_rate,
         load_rate=load_rate,
         cold_load_rate=cold_load_rate,
         single_read_rate=single_read_rate,
-        notes=tuple(dict.fromkeys(notes)),
+        ram_bytes=proc_sizes(Path("/proc/meminfo")).get("MemTotal"),
+        devices=(),
     )
+    return profile, tuple(dict.fromkeys(notes))
 
 
 def _read_by_one_thread(checkpoint: Checkpoint) -> None:
