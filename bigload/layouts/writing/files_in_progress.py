@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -38,8 +38,8 @@ class FileInProgress:
     sink: OutputFileWriter
     journal: Journal
     tally: Tally
-    records: dict[str, FileRecord]
-    kept: ReusableFile | None
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    kept: ReusableFile | None = None
 
     def __post_init__(self) -> None:
         digest = FileDigest.of(self.output) if self.kept is None else self.kept.digest

@@ -174,14 +174,8 @@ class Writer:
         self._small_memory.close()
 
     def _jobs_of_part(self, part: PartToWrite, open_files: list[UnorderedFile]) -> Iterator[_Job]:
-        file = UnorderedFile(
-            output=part.output,
-            sink=self._sink(part.output, is_there=True),
-            journal=self.journal,
-            tally=self.tally,
-            records={},
-            kept=None,
-        )
+        sink = self._sink(part.output, is_there=True)
+        file = UnorderedFile(output=part.output, sink=sink, journal=self.journal, tally=self.tally)
         open_files.append(file)
         for start, stop in part.ranges.pairs:
             file.sink.reserve(max(start, part.begin), stop)
@@ -189,7 +183,7 @@ class Writer:
         there = file.take_windows(part.windows)
         for number, window in enumerate(file.windows):
             if number not in there:
-                yield _Job(file, window, number, is_copied=False)
+                yield _Job(file, window, number)
 
     def _jobs_to_finish(
         self, file: FileToWrite, written: WindowDigests, records: dict[str, FileRecord]
@@ -199,16 +193,12 @@ class Writer:
         missing = file.ranges.without(DataRanges(((0, file.begin), *merged_ranges(pairs)))).num_bytes
         if missing:
             raise RankError(None, f"{missing} bytes of {output.file} were written by no process")
-        sink = self._sink(output, is_there=True)
-        open_file = FileInProgress(
-            output=output, sink=sink, journal=self.journal, tally=self.tally, records=records, kept=file.kept
-        )
-        self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), open_file]
+        open_file = self._opened(FileInProgress, file, self._sink(output, is_there=True), records)
         open_file.windows = [Window(start, stop, b"", ()) for start, stop in pairs]
         if not pairs:
             open_file.finish()
         for number, window in enumerate(open_file.windows):
-            yield _Job(open_file, window, number, is_copied=False, digest=written[window.start, window.stop])
+            yield _Job(open_file, window, number, digest=written[window.start, window.stop])
 
     def _sink(
         self, output: OutputFile, *, kept_bytes: int = 0, is_there: bool = False, is_in_blocks: bool = True
@@ -263,11 +253,7 @@ class Writer:
             cut = list(windows(output, file.ranges, begin=begin, window_bytes=size, is_cut_at_tensors=True))
         is_in_blocks = not any(window.start % BLOCK_BYTES for window in cut)
         sink = self._sink(output, kept_bytes=kept_bytes, is_in_blocks=is_in_blocks)
-        open_file = (UnorderedFile if is_remote else FileInProgress)(
-            output=output, sink=sink, journal=self.journal, tally=self.tally, records=records, kept=file.kept
-        )
-        # Finished files are dropped: their digests of 90 000 tensors take memory.
-        self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), open_file]
+        open_file = self._opened(UnorderedFile if is_remote else FileInProgress, file, sink, records)
         copied = self._copy_in_kernel(output, sink) if not begin else DataRanges(())
         rest = file.ranges.without(copied)
         for start, stop in rest.pairs:
@@ -290,6 +276,16 @@ class Writer:
                 yield _Job(open_file, window, number, is_copied)
         if isinstance(open_file, UnorderedFile):
             open_file.follow(self._memory)  # all of it may be there
+
+    def _opened(
+        self, kind: type[FileInProgress], file: FileToWrite, sink: OutputFileWriter, records: dict[str, FileRecord]
+    ) -> FileInProgress:
+        opened = kind(
+            output=file.output, sink=sink, journal=self.journal, tally=self.tally, records=records, kept=file.kept
+        )
+        # Finished files are dropped: their digests of 90 000 tensors take memory.
+        self._open_files = [*(other for other in self._open_files if other.sink.descriptor >= 0), opened]
+        return opened
 
     def _local_window_bytes(self, output: OutputFile) -> int:
         if any(tensor.is_computed for tensor in output.tensors):
@@ -390,7 +386,7 @@ class _Job:
     file: FileInProgress
     window: Window
     number: int
-    is_copied: bool
+    is_copied: bool = False
     digest: str | None = None
 
 
