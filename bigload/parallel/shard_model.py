@@ -22,7 +22,6 @@ class ShardModel:
     Attributes:
         plan: How ranks divide the model.
         stored: The tensors of a checkpoint by the names of the model, if there are weights on the meta device.
-        method: How files are read.
         dtype: What floating-point weights become; `None` leaves each as it is.
     """
 

@@ -89,7 +89,6 @@ class ResidentExperts(NamedTuple):
         num_bytes: Room for them, a part of the workspace of the execution device.
         num_uses: How often a recorded run used them.
         num_recorded: How often it used any expert of blocks that are elsewhere.
-        stats_sha256: Digest of the record.
     """
 
     experts: Mapping[str, tuple[int, ...]]
@@ -119,7 +118,6 @@ class PlannedCheckpoint:
         options: What was asked for beside the budget.
         left_out: Modules that no device holds, because no ordinary forward pass runs them.
         notes: Whatever else there is to know.
-        schema: Of its file, which other programs know by it.
         kind: What the file is called in errors.
     """
 

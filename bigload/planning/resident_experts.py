@@ -30,7 +30,6 @@ class LayerExperts:
     Attributes:
         name: Their module in the model that runs, by which uses are recorded.
         modules: What holds them in the checkpoint.
-        num_experts: How many there are.
         expert_bytes: Bytes of the largest.
         active_bytes: Bytes that a token needs, on average.
     """

@@ -102,13 +102,7 @@ class Answering:
     """A model that answers one prompt after another.
 
     Attributes:
-        wishes: What was asked for.
-        planned: What the model is made of.
         tokenizer: Turns prompts into tokens; `None` for random ones.
-        questions: The prompts in tokens.
-        answers: Those that have been given.
-        model: The model, once it is loaded.
-        generator: What answers with it.
         load_seconds: From the empty model to the dispatched one.
     """
 

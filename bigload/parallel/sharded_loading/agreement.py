@@ -36,7 +36,6 @@ class HostPeers:
     """The ranks that load on this host.
 
     Attributes:
-        share: The share of the host that this one has among them.
         are_shared: Whether another one holds the same elements as this one of tensors with these placements on a mesh.
     """
 

@@ -29,9 +29,6 @@ class LocalPart:
     """The part of a stored tensor that this process is to hold.
 
     Attributes:
-        spec: Its elements.
-        dtype: Their dtype in memory.
-        device: Their device.
         existing: Memory of the shape of `spec` to fill, if the model has it.
         is_shared: Whether other processes read the same bytes, which the page cache then has for them.
     """

@@ -25,12 +25,9 @@ class ReferenceRun:
     """A forward of the undivided model.
 
     Attributes:
-        weightless: The model, in which each forward is run.
-        example: Its arguments.
         inputs: What each layer got, in the order of calls.
         answers: The noise that each made of it, a leaf of the graph.
         summed: What modules made whose outputs ranks sum, by their names.
-        outputs: The tensors that came out.
     """
 
     weightless: WeightlessModel

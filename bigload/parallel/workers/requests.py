@@ -27,9 +27,7 @@ class Start:
 
     Attributes:
         store: Descriptor of the store by which workers meet, which they inherit.
-        skeleton: The model without its weights.
         shared: Weights in memory of the process that asks; the others are on the meta device for `setup` to fill.
-        setup: Divides and fills the model.
         default_dtype: Of new tensors, as in the process that asks.
         seed: Of the random number generators, the same for all.
     """
@@ -58,7 +56,6 @@ class Call:
         arguments: `Arguments`, packed.
         random_states: Of the generators of the process that asks, by type of device, so that numbers are drawn as if
             the model ran there.
-        settings: Autocast and generation settings of the process that asks.
         released: Numbers of caches without a handle left.
     """
 
@@ -123,8 +120,6 @@ class WorkerReport:
     """Start of a worker.
 
     Attributes:
-        rank: Its rank.
-        process_id: Its process id.
         weight_bytes: Of parameters and buffers that it holds, those in shared memory included.
         read_bytes: Read from the checkpoint.
         import_seconds: Until it was ready for requests: the interpreter and torch, mostly.

@@ -79,8 +79,6 @@ class BlockActivations(NamedTuple):
     Attributes:
         stream: Elements per token that live through the whole block.
         feed_forward: Elements per token while the feed-forward runs.
-        attentions: Its attention layers.
-        scans: Its recurrent layers.
         is_encoder: Whether it reads its whole input at once.
         is_stepwise: Whether it reads one token at a time.
         max_tokens: How many tokens attention reaches back at most, `None` for all.

@@ -25,7 +25,6 @@ class AdapterBytes:
     Low-rank parts are in float32 (`autocast_adapter_dtype`), whole tensors in the dtype of those that they replace.
 
     Attributes:
-        name: Of its folder.
         by_tensor: By the stored tensor of the model that they are beside.
     """
 

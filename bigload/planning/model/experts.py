@@ -23,7 +23,6 @@ class RoutedExperts(NamedTuple):
 
     Attributes:
         modules: The modules that hold them, and nothing else.
-        num_bytes: Of all of them.
         num_experts: How many a router chooses from; `None` when neither names nor shapes nor the config tell.
         top_k: How many of them run for a token; `None` when the config does not say.
         are_separate: Whether each is a module of its own. Otherwise all of them are slices of the same tensors.

@@ -54,14 +54,12 @@ class MemoryModel(NamedTuple):
     """Memory that a model takes by its tensors and config, for any number of workloads.
 
     Attributes:
-        caches: Of decoder blocks.
         source_tokens: What cross-attention reads, `None` for as many as the context.
         num_words: Width of the logits.
         has_logits_of_all_tokens: Whether they are not only those of the last one.
         activations: Of unlike blocks.
         attention: The implementation that transformers chooses, `None` for a model without attention.
         has_scan: Whether a recurrence is counted that would take less with kernels transformers does not bring.
-        dtype: In which the model computes.
         unknown: Sentences about what neither names nor config told.
     """
 

@@ -35,10 +35,7 @@ class ModelStructure:
     """A model as names, sizes and config tell of it; read once, asked for several workloads.
 
     Attributes:
-        checkpoint: Where it was read.
-        config: Of the checkpoint.
         root: The module tree, without what is left out, with the sizes that tensors have in memory.
-        ties: Tensors that share memory.
         left_out: Modules, of `left_out_bytes` in all, that no ordinary forward pass runs, and that get no device.
         no_split: Patterns of modules to keep whole, instead of blocks.
         is_fused_in_memory: Whether the runtime streams all experts of a block together.

@@ -35,9 +35,6 @@ class Part(NamedTuple):
     """A module or parameter under its name in the device map, with the bytes of all its tensors.
 
     Attributes:
-        name: The key in the device map.
-        kind: Why it is kept whole.
-        num_bytes: Its weights.
         cache_bytes: Its KV cache or recurrent state, on the device that runs it.
         logits_bytes: The logits that it returns, if it is the head.
         token_bytes: Weights that one token needs, if not all: of routed experts only the chosen ones.

@@ -39,7 +39,6 @@ class DividedModel:
 
     Attributes:
         checkpoint: The whole one.
-        divided: How ranks divide its tensors.
         structure: Of the part of the first rank.
         options: What was asked for; the workload may be another one.
     """

@@ -30,10 +30,8 @@ class ParallelRequest:
     """Request for a parallel plan, beside its checkpoint.
 
     Attributes:
-        grid: Ranks, stages and hosts.
         options: The workload, the overhead of each GPU, and whether layers of further tokens are placed.
         tp_rules: Styles by pattern that go before those of the family.
-        links: Bandwidths that communication is estimated with.
     """
 
     grid: RankGrid

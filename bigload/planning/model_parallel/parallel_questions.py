@@ -66,7 +66,6 @@ class GridMemory:
         grid: The way; its hosts are those of the question.
         gpu_bytes: The least memory of each GPU, to the byte; `None` where the model does not divide that way.
         token_seconds: In which the bytes arrive that ranks send one another for one token.
-        reason: Why it does not divide.
     """
 
     grid: RankGrid
@@ -126,11 +125,9 @@ class RankExplanation:
     Attributes:
         name: Of the module or tensor in the checkpoint.
         stages: Those that hold it; none for what is left out.
-        ranks: Those of the stages.
         weights_bytes: Of all of it, as it is loaded.
         rank_bytes: Of it on the first rank of a stage.
         kv_bytes: Of its cache on each rank.
-        headline: A sentence on where it is.
         reasons: Sentences on how it is divided, and why its stage is this one.
     """
 

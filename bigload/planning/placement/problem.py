@@ -31,12 +31,8 @@ class PlacementProblem:
 
     Attributes:
         units: The pieces of the model, in execution order.
-        budget: Bytes per device.
         fixed_bytes: What a device needs as soon as it runs anything: overhead and activations.
         num_in_flight: Buffers for streamed units, 1 or 2.
-        bandwidth: What streaming is estimated with.
-        balance: How accelerators share what they hold.
-        any_order: Whether accelerators may be used in another order than that of the budget.
         visits: Indexes of `units` in the order in which a forward pass runs them, where it runs some of them several
             times; `None` where it runs each once, in their order.
     """

@@ -22,11 +22,6 @@ class PolicyOutcome:
     """The plan of one policy in figures; where it found none, they are 0 and `lacking_bytes` says what is short.
 
     Attributes:
-        policy: Whose plan it is.
-        fits: Whether it found one that keeps every limit.
-        accelerator_bytes: Weights on accelerators.
-        ram_bytes: Weights in RAM.
-        disk_bytes: Weights on disk.
         token_seconds: In which the bytes that one token needs from RAM and disk arrive.
         num_device_changes: How often a forward pass moves on to another device.
         fullest_share: Of its limit that the fullest accelerator takes, 0 to 1; `None` where none is used.

@@ -36,7 +36,6 @@ class Concessions:
     Attributes:
         options: What is asked for instead.
         changes: Words such as `context 32768 -> 9216`; none where nothing had to give way.
-        is_enough: Whether it is good enough.
     """
 
     options: PlanOptions

@@ -35,12 +35,10 @@ class Alternative:
 
     Attributes:
         module: What was moved; what has to go with it went along.
-        device: Where to.
         keeps_limits: Whether every device then keeps its limit, and experts run where their block does.
         lacking_bytes: What devices lack, by device; empty when limits are kept.
         more_seconds: That a token would take longer, less than 0 for shorter.
         more_device_changes: That a forward pass would make, less than 0 for fewer.
-        text: One sentence.
     """
 
     module: str

@@ -62,7 +62,6 @@ class RuledLayer:
     """A linear layer, or a bare parameter, that a rule divides.
 
     Attributes:
-        style: The meaning of the rule's style.
         tensors: The layer's tensors, by the ends of their names; that of a bare parameter is empty.
         config: The section of the model's config that describes the layer.
     """
@@ -96,7 +95,6 @@ class ModelRules:
     Towers that see or hear have the rules of their own section of the config, if those are known.
 
     Attributes:
-        is_known: Whether there are any rules.
         used: The rules that matched a layer.
         whole: The names of layers that a rule keeps whole.
     """

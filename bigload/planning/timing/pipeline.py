@@ -26,8 +26,6 @@ class Work:
     """One run of a block.
 
     Attributes:
-        name: Of the block.
-        device: Lane that computes.
         seconds: Of computing what every token needs.
         routed_seconds: Of computing with the experts that it has chosen.
         fetch: Seconds on each lane that brings its weights; the lanes work on them at the same time.

@@ -48,8 +48,6 @@ class Prediction:
         batch: Sequences that are run together; each gets a token in `token_seconds`.
         bound_by: What is busy longest for a further token: computing, the memory of the device that computes, the
             link to it, or the disk.
-        profile_name: Of the machine.
-        source: Where its figures come from.
         steps: What every lane does for one further token.
     """
 

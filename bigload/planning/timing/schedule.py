@@ -29,16 +29,10 @@ class TimedBlock(NamedTuple):
 
     Attributes:
         name: Of its largest part.
-        home: Where its weights live.
-        runs_on: Where it computes.
         dense_bytes: Weights beside routed experts.
-        routed_bytes: Of routed experts.
-        routed_home: Where they live.
-        expert_bytes: Of one of them.
         active_share: Share of them that one token chooses.
         are_separate: Whether each expert is stored by itself, and copied together by who loads it.
         cache_bytes: KV cache of the whole context, of all sequences.
-        num_layers: Transformer blocks in it.
         once_bytes: Of those, keys and values of an encoder's output: the first token needs them, no further one.
         num_matrices: Modules with a matrix, beside routed experts: each has small operations around its product.
         num_once_matrices: Of those, the ones in `once_bytes`.
@@ -91,7 +85,6 @@ class BlockSchedule(NamedTuple):
     """The blocks of a model under a plan.
 
     Attributes:
-        blocks: In execution order.
         visits: Which run, in order, in a pass over a prompt.
         dtype: Of most weights, in memory.
         stored_share: Bytes in files for one in memory: other than 1 where weights are cast.

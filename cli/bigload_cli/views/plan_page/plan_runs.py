@@ -50,10 +50,6 @@ class UnitPiece:
     Attributes:
         family: What pieces of one run have in common: the list of their blocks, and which parts of a block they are.
         number: Of the block in its list; `None` for any other module.
-        kind: What it is for.
-        num_bytes: Its weights.
-        home: Where they are.
-        runs_on: Where it runs.
         step: Which step of a forward pass it belongs to; routed experts share that of their block.
     """
 
