@@ -6,11 +6,11 @@ same inputs give the same plan to the last byte of its file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, TypeVar
 
 from bigload.checkpoint.model import NameRanges, TensorInfo, name_of, ranges_of, sizes_of
 from bigload.checkpoint.records.fingerprint import ShardFingerprint
@@ -25,45 +25,53 @@ from bigload.planning.placement.optimality import Certificate
 from bigload.planning.workload import Workload
 from bigload.units import common_unit, counted, format_size
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceUse:
-    """One row of the plan, an equation of bytes: the budget is the sum of all that follows, and what is free.
+class MemoryUse:
+    """Row of a plan, an equation of bytes: the budget is the sum of all that follows, and what is free.
 
     Attributes:
-        device: The device.
-        budget_bytes: Its limit, `None` for a disk without one.
+        budget_bytes: Limit of the device, `None` for a disk without one.
         weights_bytes: Weights that live there.
+        padding_bytes: Rows with which engines make divided vocabularies even.
         kv_bytes: Caches and recurrent states of the blocks that run there.
         logits_bytes: What the head returns, if it runs there.
         activation_bytes: One buffer for what blocks compute.
         overhead_bytes: What the device takes besides: context, kernels, slack.
         workspace_bytes: Room for streamed weights, and for experts that stay on the execution device.
-        modules: Keys of the device map, in execution order.
     """
 
-    device: Device
     budget_bytes: int | None
     weights_bytes: int
+    padding_bytes: int = 0
     kv_bytes: int = 0
     logits_bytes: int = 0
     activation_bytes: int = 0
     overhead_bytes: int = 0
-    workspace_bytes: int
-    modules: tuple[str, ...]
+    workspace_bytes: int = 0
 
     @property
     def run_bytes(self) -> int:
-        """Bytes that running takes beside weights and caches: logits, activations and overhead."""
-        return self.logits_bytes + self.activation_bytes + self.overhead_bytes
+        """Bytes that running takes beside weights and caches."""
+        return self.padding_bytes + self.logits_bytes + self.activation_bytes + self.overhead_bytes
 
     @property
     def used_bytes(self) -> int:
-        return sum(getattr(self, f"{term}_bytes") for term in TERMS)
+        return self.weights_bytes + self.kv_bytes + self.run_bytes + self.workspace_bytes
 
     @property
     def free_bytes(self) -> int | None:
         return None if self.budget_bytes is None else self.budget_bytes - self.used_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse(MemoryUse):
+    """Memory of one device. `modules` are keys of the device map, in execution order."""
+
+    device: Device
+    modules: tuple[str, ...]
 
 
 TERMS = ("weights", "kv", "logits", "activation", "overhead", "workspace")
@@ -389,24 +397,33 @@ def device_table(plan: Plan, *, blocks: bool) -> PlainTable:
     ]
     right = ("BUDGET =", *(f"{term.upper()} +" for term in terms), "FREE")
     table = PlainTable(("DEVICE", *right, "USE", "HOLDS"), right=right, folding="HOLDS", droppable="USE")
-    unit, factor = plan.table_unit
-    digits = 0 if unit == "B" else 2
     for use in plan.used_devices:
-        sizes = (use.budget_bytes, *(getattr(use, f"{term}_bytes") or None for term in terms), use.free_bytes)
-        figures = ("-" if size is None else f"{size / factor:.{digits}f}" for size in sizes)
-        table.add(str(use.device), *figures, usage_bar(use, blocks=blocks), folded_names(use.modules))
+        cells = figures(use, terms, plan.table_unit[1])
+        table.add(str(use.device), *cells, usage_bar(use, blocks=blocks), folded_names(use.modules))
     return table
 
 
-class MemoryUse(Protocol):
-    """Row of a plan of any kind."""
+def figures(use: MemoryUse, terms: Iterable[str], factor: int) -> tuple[str, ...]:
+    """Return the cells of an equation of bytes: budget, `terms` and what is free, `"-"` for what there is none of."""
+    sizes = (use.budget_bytes, *(getattr(use, f"{term}_bytes") or None for term in terms), use.free_bytes)
+    digits = 0 if factor == 1 else 2
+    return tuple("-" if size is None else f"{size / factor:.{digits}f}" for size in sizes)
 
-    @property
-    def budget_bytes(self) -> int | None: ...
-    @property
-    def weights_bytes(self) -> int: ...
-    @property
-    def used_bytes(self) -> int: ...
+
+def running(uses: Iterable[tuple[T, MemoryUse]]) -> dict[str, list[T]]:
+    """Return what running takes beside weights and caches, in words, with the places where it takes that."""
+    found: dict[str, list[T]] = {}
+    for place, use in uses:
+        terms = {
+            "overhead": use.overhead_bytes,
+            "activations": use.activation_bytes,
+            "logits": use.logits_bytes,
+            "padding of the vocabulary": use.padding_bytes,
+        }
+        words = " + ".join(f"{format_size(size)} {term}" for term, size in terms.items() if size)
+        if words:
+            found.setdefault(words, []).append(place)
+    return found
 
 
 def usage_bar(use: MemoryUse, *, blocks: bool) -> Styled:
@@ -424,17 +441,14 @@ def closing_lines(plan: Plan, times: str | None = None) -> list[str]:
 
     `times` is a sentence on how long the plan takes on a machine that is known.
     """
-    running: dict[str, list[str]] = {}
-    for use in plan.devices:
-        terms = {"overhead": use.overhead_bytes, "activations": use.activation_bytes, "logits": use.logits_bytes}
-        words = " + ".join(f"{format_size(size)} {term}" for term, size in terms.items() if size)
-        if words:
-            running.setdefault(words, []).append(str(use.device))
     quality = str(plan.certificate)
     if sum(bool(use.modules) for use in plan.devices if use.device.is_accelerator) > 1:
         quality = f"{counted(plan.num_device_changes, 'device change')} per forward pass; {quality}"
     return [
-        *(f"RUN is {words} on {', '.join(devices)}." for words, devices in running.items()),
+        *(
+            f"RUN is {words} on {', '.join(map(str, devices))}."
+            for words, devices in running((use.device, use) for use in plan.devices).items()
+        ),
         *streaming_lines(plan, times),
         f"{quality[0].upper()}{quality[1:]}.",
         *(f"note: {printable(note.text)}" for note in plan.notes),

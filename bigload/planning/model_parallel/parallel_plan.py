@@ -12,7 +12,16 @@ from bigload.plain_text import PlainTable, printable
 from bigload.planning.model_parallel.rank_grid import Communication, Links, RankGrid
 from bigload.planning.module_table import folded_names, ranges
 from bigload.planning.options import rank_keywords
-from bigload.planning.plan import SHORTEST_SECONDS, PlannedCheckpoint, duration, tokens, usage_bar
+from bigload.planning.plan import (
+    SHORTEST_SECONDS,
+    MemoryUse,
+    PlannedCheckpoint,
+    duration,
+    figures,
+    running,
+    tokens,
+    usage_bar,
+)
 from bigload.planning.workload import PREFILL_CHUNK
 from bigload.units import common_unit, counted, format_size
 
@@ -23,37 +32,14 @@ COUNTS = ("num_sums", "num_host_sums", "num_sends", "num_host_sends", "message_b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankUse:
-    """Memory of one rank, an equation of bytes: the limit of its GPU is the sum of all that follows, and what is free.
+class RankUse(MemoryUse):
+    """Memory of one rank: of its part of the stage's weights, of what they need, and of logits of the whole vocabulary.
 
-    Attributes:
-        rank: Its number among all ranks.
-        budget_bytes: The limit.
-        weights_bytes: Its part of the weights of its stage: what `bigload reshard` writes for it, if nothing is cast.
-        padding_bytes: Rows with which engines make vocabularies divide.
-        kv_bytes: Caches and recurrent states of its part of the stage's blocks.
-        logits_bytes: Those of the whole vocabulary, on ranks of the last stage.
-        activation_bytes: One buffer for what its part of a block computes.
-        overhead_bytes: What the GPU takes besides: context, kernels, slack.
+    Its weights are what `bigload reshard` writes for it, if nothing is cast.
     """
 
     rank: int
     budget_bytes: int
-    weights_bytes: int
-    padding_bytes: int
-    kv_bytes: int
-    logits_bytes: int
-    activation_bytes: int
-    overhead_bytes: int
-
-    @property
-    def run_bytes(self) -> int:
-        """Bytes that running takes beside weights and caches."""
-        return self.padding_bytes + self.logits_bytes + self.activation_bytes + self.overhead_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.run_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -157,48 +143,21 @@ def headline(plan: ParallelPlan) -> str:
 
 def stage_table(plan: ParallelPlan, *, blocks: bool) -> PlainTable:
     """Return a row for each stage, with the figures of its fullest rank: limit = weights + caches + run + free."""
-    has_cache = any(use.kv_bytes for use in plan.ranks)
-    right = ("STAGE", "HOST", "RANKS", "LIMIT =", "WEIGHTS +", *(("KV +",) if has_cache else ()), "RUN +", "FREE")
+    terms = ("weights", *(["kv"] if any(use.kv_bytes for use in plan.ranks) else ()), "run")
+    right = ("STAGE", "HOST", "RANKS", "LIMIT =", *(f"{term.upper()} +" for term in terms), "FREE")
     table = PlainTable((*right, "USE", "HOLDS"), right=right, folding="HOLDS", droppable="USE")
-    unit, factor = common_unit([plan.gpu_bytes])
-    digits = 0 if unit == "B" else 2
     for stage, modules in enumerate(plan.stages):
-        use = plan.fullest(stage)
-        sizes = (
-            use.budget_bytes,
-            use.weights_bytes,
-            *((use.kv_bytes,) if has_cache else ()),
-            use.run_bytes,
-            use.free_bytes,
-        )
-        table.add(
-            str(stage),
-            ranges(plan.grid.hosts_of(stage)),
-            ranges(plan.grid.ranks_of(stage)),
-            *(f"{size / factor:.{digits}f}" for size in sizes),
-            usage_bar(use, blocks=blocks),
-            folded_names(modules),
-        )
+        use, places = plan.fullest(stage), (plan.grid.hosts_of(stage), plan.grid.ranks_of(stage))
+        cells = (str(stage), *map(ranges, places), *figures(use, terms, common_unit([plan.gpu_bytes])[1]))
+        table.add(*cells, usage_bar(use, blocks=blocks), folded_names(modules))
     return table
 
 
 def closing_lines(plan: ParallelPlan) -> list[str]:
     """Return the lines below the table: what running takes, what ranks send one another, and notes."""
-    running: dict[str, list[int]] = {}
-    for stage in range(plan.grid.pp):
-        use = plan.fullest(stage)
-        terms = {
-            "overhead": use.overhead_bytes,
-            "activations": use.activation_bytes,
-            "logits": use.logits_bytes,
-            "padding of the vocabulary": use.padding_bytes,
-        }
-        words = " + ".join(f"{format_size(size)} {term}" for term, size in terms.items() if size)
-        if words:
-            running.setdefault(words, []).append(stage)
-    one = plan.grid.pp == 1
+    one, uses = plan.grid.pp == 1, ((stage, plan.fullest(stage)) for stage in range(plan.grid.pp))
     return [
-        *(f"RUN is {words}" + ("." if one else f" in {_stages(stages)}.") for words, stages in running.items()),
+        *(f"RUN is {words}" + ("." if one else f" in {_stages(stages)}.") for words, stages in running(uses).items()),
         *communication_lines(plan),
         *(f"note: {printable(note.text)}" for note in plan.notes),
     ]
