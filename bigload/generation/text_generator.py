@@ -25,6 +25,9 @@ from bigload.runtime.hooks.hooks import add_hook_to_module
 from bigload.runtime.streaming.run_log import ForwardStats
 from bigload.units import counted
 
+_CACHE_ARGUMENTS = ("past_key_values", "cache")
+"""Of forwards and `generate`: transformers 5.24 renames the first."""
+
 
 class Sampling(NamedTuple):
     """Choice of tokens: as `generation_config.json` beside the weights says, unless asked otherwise.
@@ -80,8 +83,10 @@ class TextGenerator:
         self._planned = planned
         self._model: Any = model
         self._decode = decode
-        takes_cache = "past_key_values" in inspect.signature(planned.maker.model_class.forward).parameters
-        self._keeps_cache = keeps_cache and takes_cache and not planned.maker.config.is_encoder_decoder
+        taken = inspect.signature(planned.maker.model_class.forward).parameters
+        self._cache_argument = next((name for name in _CACHE_ARGUMENTS if name in taken), "")
+        is_cache_kept = keeps_cache and self._cache_argument and not planned.maker.config.is_encoder_decoder
+        self._keeps_cache = bool(is_cache_kept)
         self._measures = measures
         self._cached: tuple[Any, list[int]] | None = None
         """The cache of the last answer, and the tokens that it holds."""
@@ -128,7 +133,7 @@ class TextGenerator:
         config.prefill_chunk_size = PREFILL_CHUNK if len(tokens) > PREFILL_CHUNK else None
         ids = torch.tensor([tokens], device=self._planned.device)
         cache, cached_tokens = self._cache_for(tokens)
-        given = {} if cache is None else {"past_key_values": cache}
+        given = {} if cache is None else {self._cache_argument: cache}
         stream = _TokenStream(self._decode, on_text, is_stopped)
         with self._measured(len(tokens), stream) as forwards, suppress(_StoppedAnswer):
             self._model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stream, **given)

@@ -3,6 +3,7 @@
 Needs no accelerator: what lives on disk is streamed through RAM by the same hooks that stream it to one.
 """
 
+import model_types
 import pytest
 import torch
 
@@ -120,6 +121,9 @@ FAMILIES = {
 }
 
 
+RELEASE = model_types.release(transformers)
+NEW_BUFFERS = {"GPTJForCausalLM": ["transformer.rotary_emb.embed_positions"]}
+"""Of transformers 5.24: the table of modules, which plans are made with, is that of 5.23."""
 MIXTURES = ("MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM")
 
 
@@ -196,7 +200,9 @@ def test_the_plan_covers_every_tensor_of_the_model_once(saved):
     assert [key for key in device_map if key not in {*dict(model.named_modules()), *tensors}] == []
     accelerate.utils.modeling.check_device_map(model, device_map)
     covered = {name: [key for key in device_map if f"{name}.".startswith(f"{key}.")] for name in tensors}
-    assert {name: keys for name, keys in covered.items() if len(keys) != 1} == {}
+    missing = [name for name, keys in covered.items() if not keys]
+    assert [name for name, keys in covered.items() if len(keys) > 1] == []
+    assert missing == (NEW_BUFFERS.get(type(model).__name__, []) if RELEASE >= (5, 24) else [])
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "Moe" in name or name in MIXTURES])

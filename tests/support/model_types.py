@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from bigload import BigloadError, get_state_dict_offloaded_model, init_empty_weights
@@ -64,6 +65,8 @@ RESNET |= {"layer_type": "basic", "out_features": ["stage1", "stage2", "stage3",
 DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": RESNET}
 DETR |= {"encoder_attention_heads": 8, "decoder_attention_heads": 8, "num_attention_heads": 8}
 SWIN = {"embed_dim": 24, "depths": [1, 1, 1, 1], "out_features": ["stage1", "stage2", "stage3", "stage4"]}
+SINCE = {"inkling2_text": (5, 23)}
+"""Releases of transformers that are the first with a type, where bigload takes older ones too."""
 OVERRIDES = {
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "conditional_detr": DETR,
@@ -102,6 +105,7 @@ OVERRIDES = {
     },
     "hunyuan_v1_moe": HEAD,
     "hunyuan_vl_text": HEAD,
+    "inkling2_text": {"unpadded_vocab_size": VOCABULARY - 6},
     "inkling2_vision": {"text_hidden_size": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "maskformer": {"backbone_config": {"model_type": "swin", **SWIN}, "decoder_config": {"model_type": "detr", **DETR}},
@@ -255,8 +259,15 @@ def _nested(kind, default):
     return {"model_type": default.model_type, **inner} if kind.__name__ == "AutoConfig" else inner
 
 
+def release(transformers):
+    """Return the first two numbers of its version, to say what came with which."""
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
 def class_of(transformers, model_type):
     """Return the class of the type that people load: for text if there is one, else the base. A class has its name."""
+    if release(transformers) < SINCE.get(model_type, (0, 0)):
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     if model_type[0].isupper():
         return getattr(transformers, model_type)
     from transformers.models.auto import modeling_auto
