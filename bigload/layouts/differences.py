@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from threading import BoundedSemaphore, Lock
+from threading import Lock
 
 from bigload.checkpoint.formats.registry import check_data_is_read
 from bigload.checkpoint.model import Checkpoint, TensorInfo
@@ -28,18 +28,23 @@ from bigload.layouts.writing.output_file_writer import BLOCK_BYTES
 from bigload.layouts.writing.source_files import SourceFiles
 from bigload.layouts.writing.window_reader import Portion, WindowReader
 from bigload.loading.progress import OnProgress, Tally, ignore_progress
+from bigload.loading.strategy.io_method import MOSTLY_CACHED, FileRanges, cached_part
 from bigload.machine.libc import libc
-from bigload.machine.memory.huge_pages import HUGE_PAGE_BYTES, address_of
+from bigload.machine.memory.huge_pages import address_of
 from bigload.machine.threads.inflight_pool import BlockPool
 from bigload.machine.threads.thread_pool import default_threads, run_jobs
 from bigload.planning.load_dtype import CASTABLE
 from bigload.units import MIB
 
 WINDOW_BYTES = 8 * MIB
-"""Compared at a time where both are in the page cache; elsewhere it is what a block of the pool, one huge page, holds.
+"""Compared at a time where both are in the page cache; elsewhere it is what a block of the pool holds."""
 
-A direct read is half as fast again into a few huge pages, which a cache of the processor holds, as into many.
-"""
+DISK_THREADS = 8
+"""They wait for the disk most of the time. Comparing what is cached is work for as many threads as cores."""
+
+READ_BYTES = MIB
+"""Read past the page cache: a direct read is faster into memory that a cache of the processor holds."""
+
 _LARGEST_ELEMENT_BYTES = 8
 
 
@@ -111,7 +116,7 @@ def diff(
         second: The other one.
         trust_digests: Where both have manifests, read no tensor of which these have the same digest, if its files were
             not written to after the manifests. Otherwise every byte is compared.
-        threads: Threads that read and compare; when left out, one per core, four at most.
+        threads: Threads that read and compare; when left out, eight, or of cached files one per core, four at most.
         on_progress: Called after every window.
 
     Raises:
@@ -123,15 +128,15 @@ def diff(
     for each in both:
         check_data_is_read(each)
     comparison = _SharedTensors(*both, digests=_digests_of(*both) if trust_digests else None)
-    num_threads = threads or default_threads()
+    num_threads = threads or _usual_threads(both)
     with ExitStack() as opened:
-        pool = BlockPool(4 * num_threads, block_bytes=HUGE_PAGE_BYTES)
+        pool = BlockPool(2 * num_threads, block_bytes=READ_BYTES)
         opened.callback(pool.close)
         readers = [WindowReader(opened.enter_context(SourceFiles(each, pool=pool))) for each in both]
         run_jobs(
-            _Comparer(readers, Tally(comparison.total_bytes, on_progress), num_readers=num_threads).compare,
+            _Comparer(readers, Tally(comparison.total_bytes, on_progress)).compare,
             chain.from_iterable(pair.windows() for pair in comparison.pairs),
-            threads=2 * num_threads,  # while some read, others compare
+            threads=num_threads,
         )
     results = comparison.results()
     return DiffReport(
@@ -145,6 +150,12 @@ def diff(
         read_bytes=comparison.total_bytes,
         seconds=time.monotonic() - began,
     )
+
+
+def _usual_threads(both: Iterable[Checkpoint]) -> int:
+    files = (FileRanges(each.root / shard.file, ((0, shard.num_bytes),)) for each in both for shard in each.shards)
+    cached = cached_part(list(files))
+    return default_threads() if cached is not None and cached >= MOSTLY_CACHED else DISK_THREADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,22 +251,20 @@ def _has_same_digest(first: TensorInfo, second: TensorInfo, digests: _DigestPair
 class _Comparer:
     """Compares windows; several threads call it at once."""
 
-    def __init__(self, readers: Sequence[WindowReader], tally: Tally, *, num_readers: int) -> None:
+    def __init__(self, readers: Sequence[WindowReader], tally: Tally) -> None:
         self._readers = readers
         self._tally = tally
         self._lock = Lock()
-        self._turns = BoundedSemaphore(num_readers)
 
     def compare(self, window: _PairWindow) -> None:
         """Read a window of both and add up what differs."""
         pair, position = window.pair, window.start
         while position < window.stop:
             with ExitStack() as lent:
-                with self._turns:
-                    first, second = (
-                        lent.enter_context(reader.viewed(Portion(tensor, position, window.stop, 0)))
-                        for reader, tensor in zip(self._readers, pair.outputs, strict=True)
-                    )
+                first, second = (
+                    lent.enter_context(reader.viewed(Portion(tensor, position, window.stop, 0)))
+                    for reader, tensor in zip(self._readers, pair.outputs, strict=True)
+                )
                 length = min(len(first), len(second))
                 if position + length < window.stop:
                     length -= length % _LARGEST_ELEMENT_BYTES

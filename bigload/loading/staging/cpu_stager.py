@@ -236,6 +236,6 @@ def _bytes_of(memory: Memory) -> torch.Tensor | None:
     return bytes_in(memory)
 
 
-def bytes_in(memory: Buffer | memoryview) -> torch.Tensor:
+def bytes_in(memory: Buffer) -> torch.Tensor:
     """Return writable `memory` as a tensor of bytes that shares it."""
     return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0, dtype=torch.uint8)

@@ -15,7 +15,7 @@ from bigload.loading.scheduling.schedule import BufferSlot, RequestedTensor, Sch
 from bigload.machine.memory.huge_pages import Buffer
 from bigload.planning.load_dtype import CASTABLE, EXPECTED_DTYPE
 
-Memory = Buffer | memoryview | torch.Tensor
+Memory = Buffer | torch.Tensor
 """A buffer of the CPU, or the map of a file, which tensors share; or the bytes of one tensor on another device."""
 
 MOVED_AS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}

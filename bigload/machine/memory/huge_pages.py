@@ -21,7 +21,7 @@ from bigload.machine.libc import libc as _libc
 from bigload.machine.memory.ram import available_memory
 from bigload.units import KIB, MIB
 
-Buffer = mmap.mmap | bytearray
+Buffer = mmap.mmap | bytearray | memoryview
 
 HUGE_PAGE_BYTES = 2 * MIB
 
@@ -118,7 +118,7 @@ def _is_mostly_absent(address: int) -> bool:
     return not _libc.mincore(address, HUGE_PAGE_BYTES, pages) and 2 * bytes(pages).count(0) > len(pages)
 
 
-def address_of(buffer: Buffer | memoryview) -> int:
+def address_of(buffer: Buffer) -> int:
     """Return where a writable, non-empty `buffer` begins in memory; good for as long as the caller holds it."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 

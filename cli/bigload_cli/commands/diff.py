@@ -26,7 +26,12 @@ def diff(
         False, "--bytes", "Read all tensors, also those that both manifests have the same digest of."
     ),
     io_threads: int | None = option(
-        None, "--io-threads", "N", "Threads that read and compare. Default: 4.", min=1, max=256
+        None,
+        "--io-threads",
+        "N",
+        "Threads that read and compare. Default: 8, of cached files one per core.",
+        min=1,
+        max=256,
     ),
     as_json: bool = JSON,
     quiet: bool = QUIET,
