@@ -171,6 +171,11 @@ def typed(entry: Mapping[str, object], key: str, kind: type[T]) -> T:
     return value
 
 
+def fields(value: object, *names: str) -> dict[str, object]:
+    """Return attributes of `value` for a document, by name; all of them null where it is `None`."""
+    return {name: None if value is None else getattr(value, name) for name in names}
+
+
 def check_values(text: bytes | str) -> None:
     """Raise ValueError if `text` has more values than `MAX_VALUES`, counted by what comes before each: `[`, `{` or `,`.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from bigload.documents import fields
 from bigload.runtime.streaming.run_log import ForwardStats
 
 if TYPE_CHECKING:
@@ -96,21 +97,16 @@ class RunReport(NamedTuple):
         return statistics.median(answer.seconds for answer in self.answers)
 
 
+_PREDICTED = ("load_seconds", "first_token_seconds", "token_seconds", "prompt_tokens", "bound_by", "profile_name")
+
+
 def run_document(report: RunReport) -> dict[str, object]:
     """Return the report for `run --json`."""
     return {
         "schema": "bigload.run/1.0",
-        "path": report.path,
-        "model_class": report.model_class,
-        "total_bytes": report.total_bytes,
-        "disk_bytes": report.disk_bytes,
-        "num_threads": report.num_threads,
-        "device": report.device,
-        "context": report.context,
-        "seed": report.seed,
-        "load_seconds": report.load_seconds,
-        "peak_private_bytes": report.peak_private_bytes,
-        "prediction": None if report.prediction is None else _of_prediction(report.prediction),
+        **fields(report, "path", "model_class", "total_bytes", "disk_bytes", "num_threads", "device"),
+        **fields(report, "context", "seed", "load_seconds", "peak_private_bytes"),
+        "prediction": None if report.prediction is None else fields(report.prediction, *_PREDICTED),
         "cached_fraction": report.cached_fraction,
         "answers": [
             {
@@ -128,23 +124,9 @@ def answer_document(answer: Answer) -> dict[str, object]:
         "id": answer.label,
         "text": answer.text,
         "finish": str(answer.finish),
-        "prompt_tokens": answer.prompt_tokens,
-        "cached_tokens": answer.cached_tokens,
+        **fields(answer, "prompt_tokens", "cached_tokens"),
         "new_tokens": len(answer.tokens),
-        "seconds": answer.seconds,
-        "first_token_seconds": answer.first_token_seconds,
-        "tokens_per_second": answer.tokens_per_second,
-    }
-
-
-def _of_prediction(found: Prediction) -> dict[str, object]:
-    return {
-        "load_seconds": found.load_seconds,
-        "first_token_seconds": found.first_token_seconds,
-        "token_seconds": found.token_seconds,
-        "prompt_tokens": found.prompt_tokens,
-        "bound_by": found.bound_by,
-        "profile_name": found.profile_name,
+        **fields(answer, "seconds", "first_token_seconds", "tokens_per_second"),
     }
 
 
@@ -153,8 +135,6 @@ def _of_forward(forward: ForwardStats) -> dict[str, object]:
         "run_seconds": forward.seconds,
         "disk_read_bytes": forward.bytes_from_disk,
         "ram_read_bytes": forward.bytes_from_ram,
-        "wait_seconds": forward.wait_seconds,
-        "fetch_seconds": forward.fetch_seconds,
-        "overlap": forward.overlap,
+        **fields(forward, "wait_seconds", "fetch_seconds", "overlap"),
         "peak_weight_bytes": forward.peak_bytes,
     }

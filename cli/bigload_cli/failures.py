@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import typer
 
+from bigload.documents import fields
 from bigload.errors import (
     AdapterError,
     BigloadError,
@@ -189,9 +190,7 @@ def _document_of(error: BaseException, failure: Failure) -> dict[str, object]:
     problems = error.problems if isinstance(error, InvalidCheckpointError | DamagedOutputError) else None
     return {
         "schema": "bigload.error/1.0",
-        "exit_code": failure.exit_code,
-        "code": failure.code,
-        "message": failure.message,
+        **fields(failure, "exit_code", "code", "message"),
         "details": list(failure.details),
         "hint": failure.hint,
         "needed_bytes": None if short is None else short.needed_bytes,

@@ -6,20 +6,14 @@ from bigload.bench.results.recommendation import Recommendation
 from bigload.bench.results.report import BenchReport, PeerResult, RawResult, StrategyResult
 from bigload.bench.results.statistics import summarize
 from bigload.bench.runner import Measured
+from bigload.documents import fields
 
 
 def bench_document(report: BenchReport) -> dict[str, object]:
     """Return the report for `--json`; traces are not in it, but their sums are."""
     return {
         "schema": "bigload.bench-load/1.1",
-        "path": report.path,
-        "total_bytes": report.total_bytes,
-        "num_shards": report.num_shards,
-        "num_cores": report.num_cores,
-        "load_average": report.load_average,
-        "runs": report.runs,
-        "device": report.device,
-        "dtype": report.dtype,
+        **fields(report, "path", "total_bytes", "num_shards", "num_cores", "load_average", "runs", "device", "dtype"),
         "page_cache": {
             "asked": str(report.cache),
             "state": report.cache_state,
@@ -43,8 +37,7 @@ def bench_document(report: BenchReport) -> dict[str, object]:
 def _of_strategy(report: BenchReport, result: StrategyResult) -> dict[str, object]:
     times = report.ratio_to_fastest(result)
     return {
-        "name": result.name,
-        "threads": result.threads,
+        **fields(result, "name", "threads"),
         "method": str(result.case.method),
         "used_method": str(result.method),
         "reason": result.reason,
@@ -71,9 +64,7 @@ def _of_raw(report: BenchReport, result: RawResult) -> dict[str, object]:
 
 def _of_peer(report: BenchReport, result: PeerResult) -> dict[str, object]:
     return {
-        "name": result.name,
-        "package": result.package,
-        "version": result.version,
+        **fields(result, "name", "package", "version"),
         "memory": str(result.memory),
         "problem": result.problem,
         "identical": result.is_identical,
@@ -93,23 +84,18 @@ def _of_measured(measured: Measured, total_bytes: int) -> dict[str, object]:
         "min_seconds": summary.minimum,
         "max_seconds": summary.maximum,
         "bytes_per_second": total_bytes / summary.mean if summary.mean else None,
-        "peak_bytes": measured.peak_bytes,
-        "peak_private_bytes": measured.peak_private_bytes,
-        "peak_file_bytes": measured.peak_file_bytes,
+        **fields(measured, "peak_bytes", "peak_private_bytes", "peak_file_bytes"),
     }
 
 
 def _of_recommendation(advice: Recommendation) -> dict[str, object]:
     return {
-        "strategy": advice.strategy,
-        "threads": advice.threads,
-        "method": advice.method,
+        **fields(advice, "strategy", "threads", "method"),
         "parallel_pays_from_bytes": advice.pays_from_bytes,
         "sizes": [
             {
                 "total_bytes": size.num_bytes,
-                "serial_seconds": size.serial_seconds,
-                "parallel_seconds": size.parallel_seconds,
+                **fields(size, "serial_seconds", "parallel_seconds"),
             }
             for size in advice.sizes
         ],

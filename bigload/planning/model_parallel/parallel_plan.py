@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from bigload.documents import fields
 from bigload.plain_text import PlainTable, printable
 from bigload.planning.model_parallel.rank_grid import Communication, Links, RankGrid
 from bigload.planning.module_table import folded_names, ranges
@@ -97,9 +98,7 @@ class ParallelPlan(PlannedCheckpoint):
         return {
             "schema": self.schema,
             "checkpoint": self._about_checkpoint(),
-            "tp": grid.tp,
-            "pp": grid.pp,
-            "hosts": grid.hosts,
+            **fields(grid, "tp", "pp", "hosts"),
             "options": {**rank_keywords(self.options), "mtp": self.options.keep_extra_layers},
             "tp_rules": dict(self.tp_rules),
             "links": {"gpu_bandwidth": self.links.gpu, "host_bandwidth": self.links.host},

@@ -7,12 +7,8 @@ from collections.abc import Sequence
 
 from bigload.checkpoint.model import Checkpoint, TensorInfo, forms_of, sizes_of
 from bigload.checkpoint.quantisation import quantisation_of
+from bigload.documents import fields
 from bigload.planning.module_table import OutlineRow
-
-
-def fields(value: object, *names: str) -> dict[str, object]:
-    """Return attributes of `value` by name; all of them null where it is `None`."""
-    return {name: None if value is None else getattr(value, name) for name in names}
 
 
 def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[str, object]:
@@ -20,9 +16,7 @@ def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[st
     largest, quantised = largest_tensor(checkpoint), quantisation_of(checkpoint)
     return {
         "schema": "bigload.inspect/1.3",
-        "path": checkpoint.path,
-        "format": checkpoint.format,
-        "index_file": checkpoint.index_file,
+        **fields(checkpoint, "path", "format", "index_file"),
         "num_shards": len(checkpoint.shards),
         "num_tensors": len(checkpoint.tensors),
         "num_parameters": checkpoint.num_parameters,
@@ -36,8 +30,7 @@ def of_checkpoint(checkpoint: Checkpoint, rows: Sequence[OutlineRow]) -> dict[st
         ],
         "components": [
             {
-                "name": component.name,
-                "library": component.library,
+                **fields(component, "name", "library"),
                 "class": component.class_name,
                 "total_bytes": None if component.checkpoint is None else component.checkpoint.total_bytes,
                 "dtype_bytes": None if component.checkpoint is None else bytes_by_dtype(component.checkpoint),
@@ -69,9 +62,7 @@ def of_tensor(tensor: TensorInfo) -> dict[str, object]:
         "shape": list(tensor.shape),
         "strides": None if tensor.strides is None else list(tensor.strides),
         "total_bytes": tensor.num_bytes,
-        "file": tensor.span.file,
-        "start": tensor.span.start,
-        "stop": tensor.span.stop,
+        **fields(tensor.span, "file", "start", "stop"),
     }
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bigload.checkpoint.records.manifest import MANIFEST_FILE
+from bigload.documents import fields
 from bigload.layouts.fetching.fetch import FetchReport, PreparedFetch
 from bigload.layouts.writing.staging import leftover, staging_folder
 from bigload.plain_text import PlainTable, printable
 from bigload.units import counted, format_rate, format_size
-from bigload_cli.views.documents import fields
 from bigload_cli.views.reshard import files
 from bigload_cli.views.text import argument
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from bigload.documents import fields
 from bigload.plain_text import printable
 from bigload.planning.model_parallel.parallel_questions import GridMemory, LeastGpuMemory, RankExplanation
 from bigload.planning.workload import Workload
 from bigload.units import common_unit, format_rounded_up
-from bigload_cli.views.documents import fields
 
 
 def least_memory(answer: LeastGpuMemory) -> list[str]:

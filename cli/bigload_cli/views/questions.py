@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from bigload.devices import Device
+from bigload.documents import fields
 from bigload.plain_text import PlainTable, printable
 from bigload.planning.questions.compare import PolicyOutcome
 from bigload.planning.questions.explanation import AdjacentModule, Explanation
@@ -13,7 +14,6 @@ from bigload.planning.questions.max_context import MaxContext
 from bigload.planning.questions.sizing import GpuNeeds, GpuSizes, LargestUnit
 from bigload.planning.workload import Workload
 from bigload.units import format_size
-from bigload_cli.views.documents import fields
 
 
 def explanation(answer: Explanation) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.records.manifest import DIGEST, MANIFEST_FILE
+from bigload.documents import fields
 from bigload.layouts.resharding.preparation import PreparedReshard
 from bigload.layouts.resharding.reshard import ReshardReport
 from bigload.layouts.resharding.selection import recorded_options
 from bigload.layouts.verification.verify import VerifyReport
-from bigload_cli.views.documents import fields
 
 _PROBLEM = ("code", "file", "tensor", "start", "stop", "text")
 
