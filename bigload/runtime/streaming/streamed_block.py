@@ -216,7 +216,8 @@ class StreamedBlock:
         if self._own_bypass is not None:
             self._own_bypass.end()
         while self._hooks_in_use:
-            self._hooks_in_use.pop().release()
+            self._hooks_in_use[-1].release()
+            self._hooks_in_use.pop()  # last, as below: after Ctrl-C in the middle, it is done again
 
     def drop(self, *, forget: bool) -> None:
         for supply in self._supplies or ():
@@ -252,7 +253,8 @@ class HookBypass:
                 return
             is_method = isinstance(old, MethodType) and old.__func__ is getattr(type(old.__self__), "forward", None)
             self._around, self._old, self._direct = around, old, None if is_method else old
-        self._under_way, self._call = True, own.pop("_call_impl", None)
+        self._under_way, self._call = True, own.get("_call_impl")
+        own.pop("_call_impl", None)
         if self._direct is None:
             del own["forward"]
         else:  # it had been replaced before the hook came
@@ -261,10 +263,10 @@ class HookBypass:
     def end(self) -> None:
         """Call the hook again, unless the module's forward was changed meanwhile, or the hook removed."""
         if self._under_way:
-            self._under_way = False
             own = self._own
             if "_old_forward" in own:
                 if own.get("forward") in (None, own["_old_forward"]):
                     own["forward"] = self._around
                 if self._call is not None:
                     own["_call_impl"] = self._call
+            self._under_way = False

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,14 @@ _NOTHING = StreamingLimits(
     prefetch_bytes=0, resident_bytes=0, expert_bytes=0, expert_prefetch_bytes=0, uncached=frozenset()
 )
 """Limits until a block runs."""
+
+
+class _Forward(NamedTuple):
+    """A forward of the model: the resident blocks that it holds, and how many its thread had entered before it."""
+
+    held: list[StreamedBlock]
+    num_entered: int
+
 
 _living: weakref.WeakSet[Streamer] = weakref.WeakSet()
 
@@ -118,7 +126,7 @@ class Streamer:
         would go past the hook as well, and lose the weights when this one ends.
         """
         held: list[StreamedBlock] = []
-        self._here.__dict__.setdefault("forwards", []).append(held)
+        self._forwards().append(_Forward(held, len(self._entered())))
         try:
             with self._lock:
                 others = list(self._under_way.values())
@@ -134,29 +142,53 @@ class Streamer:
                     try:
                         self._acquire(block)
                     except Exception:  # the forward of the block raises it
-                        self._leave(held.pop())
+                        self._leave_last(held)
                     else:
                         block.bypass()
+            self.log.forward_began(held_bytes=self._held_bytes)
         except BaseException:  # Ctrl-C: a block left half installed would stay so
-            self._release(self._here.__dict__["forwards"].pop())
+            self._release(self._forwards().pop().held)
             raise
-        self.log.forward_began(held_bytes=self._held_bytes)
 
     def end_forward(self) -> None:
         """End a forward of the model in the calling thread, or one that raised."""
+        forwards = self._forwards()
         try:
-            self._release(self._here.__dict__["forwards"].pop())
+            self._release(forwards[-1].held)
+        except BaseException:  # Ctrl-C
+            self._release(forwards[-1].held)
+            raise
         finally:
+            forwards.pop()
             self.log.forward_ended()
+
+    def leave_inner_blocks(self) -> None:
+        """Leave what the forward of the model in this thread has entered, and Ctrl-C has kept it from leaving."""
+        self._leave_since(self._forwards()[-1].num_entered)
+
+    def under_way(self) -> tuple[int, int]:
+        """Return how many forwards of the model are under way in the calling thread, and how many blocks it is in."""
+        return len(self._forwards()), len(self._entered())
+
+    def end_since(self, num_forwards: int, num_entered: int) -> None:
+        """End what an interrupted `end_forward` or `leave` has not: until no more is under way than these."""
+        while len(self._forwards()) > num_forwards:
+            self.end_forward()
+        self._leave_since(num_entered)
+
+    def _forwards(self) -> list[_Forward]:
+        """Return the forwards of the model in the calling thread, the innermost last."""
+        forwards: list[_Forward] = self._here.__dict__.setdefault("forwards", [])
+        return forwards
 
     def _release(self, held: list[StreamedBlock]) -> None:
         with self._lock:
             self._under_way.pop(id(held), None)
-            for block in held:
+            while held:
                 try:
-                    block.depart()
+                    held[-1].depart()
                 finally:
-                    self._leave(block)
+                    self._leave_last(held)
 
     def forward_succeeded(self) -> None:
         self._has_succeeded = True
@@ -164,14 +196,16 @@ class Streamer:
     def enter(self, block: StreamedBlock) -> None:
         """Install the weights of `block` for a forward of the calling thread. Waits until they are resident."""
         began = time.perf_counter()
-        with self._lock:
-            self._choose_limits()
-            if not block.num_users and not block.is_current():
-                self._evict_and_wait(block)
-                block.renew()
-            block.num_users += 1
+        entered = self._entered()
+        num_before = len(entered)
         try:
             with self._lock:
+                self._choose_limits()
+                if not block.num_users and not block.is_current():
+                    self._evict_and_wait(block)
+                    block.renew()
+                block.num_users += 1
+                entered.append(block)
                 self._prefetched.pop(block, None)
                 if not block.is_routed:
                     self._order.entered(block)
@@ -183,8 +217,7 @@ class Streamer:
                     is_there = self._acquire(block)
             self.log.entered(block.name, began, held_bytes=self._held_bytes)
         except BaseException:
-            with self._lock:
-                self._leave(block)
+            self._leave_since(num_before)
             raise
 
     def leave(self, block: StreamedBlock) -> None:
@@ -193,8 +226,36 @@ class Streamer:
             try:
                 block.depart()
             finally:
-                self._leave(block)
+                self._leave_entered(block)
         self.log.left(block.name)
+
+    def _entered(self) -> list[StreamedBlock]:
+        """Return the blocks that the calling thread has entered and not left, those of this forward last."""
+        entered: list[StreamedBlock] = self._here.__dict__.setdefault("entered", [])
+        return entered
+
+    def _leave_since(self, num_before: int) -> None:
+        """Leave what the calling thread has entered since it had entered `num_before` blocks."""
+        entered = self._entered()
+        with self._lock:
+            while len(entered) > num_before:
+                self._leave_entered(entered[-1])
+
+    def _leave_entered(self, block: StreamedBlock) -> None:
+        entered = self._entered()
+        if block in entered:
+            place = entered.index(block)
+            entered[place], entered[-1] = entered[-1], entered[place]
+            self._leave_last(entered)
+        else:  # another thread has begun the generator that this one ends
+            self._leave_last([block])
+
+    def _leave_last(self, used: list[StreamedBlock]) -> None:
+        """Remove a user of the last of `used`, also one for whom loading failed, and take it from the list."""
+        block = used[-1]
+        block.num_users -= 1
+        used.pop()  # at once: Ctrl-C comes after calls
+        self._settle(block)
 
     def expect(self, now: Sequence[StreamedBlock], later: Sequence[StreamedBlock] = ()) -> None:
         """Request routed blocks: `now` runs in this order, `later` has those of which the hot ones are worth keeping.
@@ -219,7 +280,7 @@ class Streamer:
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._prefetch_thread = PrefetchThread(self, Streamer._fetch_ahead)
-        self._under_way = {id(held): held for held in self._here.__dict__.get("forwards", ())}
+        self._under_way = {id(each.held): each.held for each in self._forwards()}
         self.log.begin_in_fork()
         for block in self._blocks:
             if block.residency in (Residency.REQUESTED, Residency.LOADING):
@@ -292,11 +353,17 @@ class Streamer:
         except Exception:  # no memory, or no thread
             block.has_failed = True
             self._evict(block)
+        except BaseException:  # Ctrl-C: whoever needs the block would wait for a thread that knows nothing of it
+            self._evict(block)
+            raise
         return not block.has_failed
 
     def _reserve(self, block: StreamedBlock) -> None:
+        num_bytes = (
+            block.num_bytes
+        )  # asked before: Ctrl-C comes at calls, and may not find one counted and not the other
         block.residency = Residency.REQUESTED
-        self._held_bytes += block.num_bytes
+        self._held_bytes += num_bytes
         self._num_absent -= not block.is_routed
         block.reserve()
 
@@ -370,9 +437,15 @@ class Streamer:
                     if not has_come:
                         self._evict(block)
 
-    def _leave(self, block: StreamedBlock) -> None:
-        """Remove a user, also one for whom loading failed."""
-        block.num_users -= 1
+    def _settle(self, block: StreamedBlock) -> None:
+        try:
+            self._settle_once(block)
+        except BaseException:  # Ctrl-C: what is left undone would stay so
+            self._settle_once(block)
+            raise
+
+    def _settle_once(self, block: StreamedBlock) -> None:
+        """Evict a block that has lost its last user, or have it stay. Doing it twice counts a use more, and no harm."""
         if block.residency is Residency.REQUESTED and not self._prefetch_thread.has(block):
             self._evict(block)  # the thread that was to load it has given up
             self._arrived.notify_all()
@@ -421,8 +494,9 @@ class Streamer:
         self._prefetched.pop(block, None)
         self._cached_experts.discard(block)
         if block.residency is not Residency.ABSENT:
+            num_bytes = block.num_bytes
             block.residency = Residency.ABSENT
-            self._held_bytes -= block.num_bytes
+            self._held_bytes -= num_bytes
             self._num_absent += not block.is_routed
         block.drop(forget=block in self._limits.uncached)
         return True

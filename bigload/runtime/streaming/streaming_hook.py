@@ -50,7 +50,11 @@ class StreamingHook(AlignDevicesHook):
             self._begin_experts(args, kwargs)
         super()._begin(module, args, kwargs)
         if self.counts_forwards:
-            self._note_begin()
+            try:
+                self._note_begin()
+            except BaseException:  # Ctrl-C
+                super()._end()
+                raise
 
     def _end(self) -> torch.device | None:
         if self.counts_forwards:
@@ -62,9 +66,16 @@ class StreamingHook(AlignDevicesHook):
                 self._end_experts()
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ANN401 - what a model answers
-        output = super().post_forward(module, output)
-        if self.counts_forwards:
-            self._note_success()
+        if not self.counts_forwards:
+            return super().post_forward(module, output)
+        num_forwards, num_entered = self.streamer.under_way()
+        try:
+            output = super().post_forward(module, output)
+        except BaseException:  # Ctrl-C; after another error, all has ended already
+            is_own = self._streamed() is not None and not self._forwards.in_call
+            self.streamer.end_since(num_forwards - 1, num_entered - is_own)
+            raise
+        self._note_success()
         return output
 
     def begin_call(self, module: nn.Module) -> bool:
@@ -73,6 +84,8 @@ class StreamingHook(AlignDevicesHook):
 
     def abort_forward(self, module: nn.Module) -> None:
         """Evict what was loaded, and forget the order of this thread's pass, which did not reach its end."""
+        if self.counts_forwards:
+            self.streamer.leave_inner_blocks()
         super().abort_forward(module)
         if self.block is not None:
             self.streamer.forward_aborted()
