@@ -5,6 +5,7 @@ As a program it is one rank: it calls a function of a file with arguments, and w
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import json
 import os
@@ -21,7 +22,9 @@ SILENCE_SECONDS = 4
 """How long a host of tests may answer nothing: bigload's own limit is a minute."""
 
 TIMEOUT_SECONDS = 120
-"""Longer than anything here takes on a busy machine: a rank that still runs then waits forever."""
+"""Longer than anything here takes on a busy machine: a rank that still runs then waits forever.
+
+So does torchrun where its own ranks are done and one of another host has failed: it waits 300 s for all to finish."""
 
 _PATH = (ROOT, ROOT / "cli", ROOT / "tests" / "support", ROOT / "tests")
 _RENDEZVOUS = ("--rdzv-backend=c10d", "--rdzv-endpoint=host-0:29500", "--rdzv-conf=last_call_timeout=1")
@@ -81,12 +84,15 @@ def ends(processes: Sequence[subprocess.Popen]) -> list[tuple[str, str]]:
         AssertionError: a process did not end.
     """
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    written = []
+    written, waiting = [], []
     for process in processes:
         try:
             written.append(process.communicate(timeout=max(deadline - time.monotonic(), 1)))
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{process.args} waits forever") from None  # it ends with its host
+        except subprocess.TimeoutExpired as ended:  # the process ends with its host
+            waiting.append(process.args)
+            written.append(tuple((text or b"").decode() for text in (ended.output, ended.stderr)))
+    texts = "\n".join(f"host {number} wrote {texts}" for number, texts in enumerate(written))
+    assert not waiting, f"{waiting} wait forever, or for a rank that failed\n{texts}"
     return written
 
 
@@ -100,6 +106,7 @@ def _environment() -> dict[str, str]:
 
 def main() -> None:
     """Call the function that the arguments name."""
+    faulthandler.dump_traceback_later(TIMEOUT_SECONDS * 0.9)  # where it hangs
     import torch.distributed as dist
 
     from bigload.distributed import connections
