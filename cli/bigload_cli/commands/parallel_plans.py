@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -47,43 +47,30 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def run(
-    path: str,
-    max_memory: list[str] | None,
-    options: PlanOptions,
-    question: PlanQuestion,
-    *,
-    tp: int | None,
-    pp: int | None,
-    hosts: int | None,
-    tp_rules: Path | None,
-    gpu_bandwidth: str | None,
-    host_bandwidth: str | None,
-    out: Path | None,
-    form: AnswerForm,
-) -> None:
-    """Plan for ranks and show the plan, or answer `question`."""
+def run(given: Mapping[str, Any], options: PlanOptions, question: PlanQuestion, form: AnswerForm) -> None:
+    """Plan for ranks by the parameters of the command that are `given`; show the plan, or answer `question`."""
     from bigload.planning.model_parallel.parallel_planner import ParallelRequest, plan_parallel
     from bigload.planning.model_parallel.rank_grid import GPU_BANDWIDTH, HOST_BANDWIDTH, Links, RankGrid
     from bigload.planning.tensor_parallel.rules import read_tp_rules
 
+    rules, gpu, host = map(given.get, ("tp_rules", "gpu_bandwidth", "host_bandwidth"))
     request = ParallelRequest(
-        grid=RankGrid(tp=tp or 1, pp=pp or 1, hosts=hosts or 1),
+        grid=RankGrid(**{name: given.get(name, 1) for name in ("tp", "pp", "hosts")}),
         options=options,
-        tp_rules={} if tp_rules is None else read_tp_rules(tp_rules),
+        tp_rules={} if rules is None else read_tp_rules(rules),
         links=Links(
-            gpu=GPU_BANDWIDTH if gpu_bandwidth is None else size_option("--gpu-bandwidth", gpu_bandwidth),
-            host=HOST_BANDWIDTH if host_bandwidth is None else size_option("--host-bandwidth", host_bandwidth),
+            gpu=GPU_BANDWIDTH if gpu is None else size_option("--gpu-bandwidth", gpu),
+            host=HOST_BANDWIDTH if host is None else size_option("--host-bandwidth", host),
         ),
     )
-    gpu_bytes = 0 if question.needs_no_budget else _gpu_bytes(max_memory)
-    checkpoint = open_shown(path, quiet=not form.is_for_people)
+    gpu_bytes = 0 if question.needs_no_budget else _gpu_bytes(given.get("max_memory"))
+    checkpoint = open_shown(given["path"], quiet=not form.is_for_people)
     say_warnings(checkpoint)
     if question.asked:
         _answer(question, checkpoint, gpu_bytes, request).print(form)
         return
     made = plan_parallel(checkpoint, gpu_bytes, request)
-    deliver(made, form, out=out, value=str(max(use.used_bytes for use in made.ranks)))
+    deliver(made, form, out=given.get("out"), value=str(max(use.used_bytes for use in made.ranks)))
 
 
 def _gpu_bytes(max_memory: list[str] | None) -> int:

@@ -167,50 +167,19 @@ def plan(
     Works from the names and sizes in the headers alone: no model code, no torch, no weights. With --tp, --pp or
     --hosts: which rank holds which part, one GPU of -m SIZE each.
     """
-    from bigload.planning.options import options_of
+    given = {name: value for name, value in locals().items() if value is not None}
+    from bigload.planning.options import PlanKeywords, options_of
     from bigload.planning.planner import plan_details
 
     form = AnswerForm(as_json, quiet, color)
     is_for_ranks = parallel_plans.asked(ctx)
     if offload is not None:
-        policy, prefetch, no_split = _offload(offload, policy, prefetch=prefetch, no_split=no_split)
-    options = options_of(
-        policy=policy,
-        context=context,
-        batch=batch,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        attention=attention,
-        overhead=overhead,
-        **{} if disk_bandwidth is None else {"disk_bandwidth": disk_bandwidth},
-        **{} if link_bandwidth is None else {"link_bandwidth": link_bandwidth},
-        balance=balance,
-        order=order,
-        experts=experts,
-        prefetch=prefetch,
-        no_split=no_split or (),
-        mtp=mtp,
-        names=names,
-        expert_stats=expert_stats,
-        lora=lora or (),
-    )
+        given |= _offload(offload, policy, prefetch=prefetch, no_split=no_split)
+    options = options_of(**{name: given[name] for name in PlanKeywords.__annotations__ if name in given})
     asked = questions.PlanQuestion(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
     asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)
     if is_for_ranks:
-        parallel_plans.run(
-            path,
-            max_memory,
-            options,
-            asked,
-            tp=tp,
-            pp=pp,
-            hosts=hosts,
-            tp_rules=tp_rules,
-            gpu_bandwidth=gpu_bandwidth,
-            host_bandwidth=host_bandwidth,
-            out=out,
-            form=form,
-        )
+        parallel_plans.run(given, options, asked, form)
         return
     budget = None if asked.needs_no_budget else _budget(max_memory, use_disk=use_disk)
     if offload is not None and budget is not None and not budget.accelerators:
@@ -257,17 +226,15 @@ def plan(
     _deliver(made, form, out, html, prediction, None if machine is None else machine.counted)
 
 
-def _offload(
-    offload: Offload, policy: str, *, prefetch: bool, no_split: list[str] | None
-) -> tuple[str, bool, list[str] | None]:
-    """Return the policy, whether two units are in flight, and what stays whole."""
+def _offload(offload: Offload, policy: str, *, prefetch: bool, no_split: list[str] | None) -> dict[str, object]:
+    """Return the options that it stands for."""
     contradicting = {"--policy": policy != Policy.OPTIMAL, "--prefetch": prefetch, "--no-split": bool(no_split)}
     if given := [name for name, is_given in contradicting.items() if is_given]:
         raise OptionError(
             f"--offload {offload} decides {' and '.join(given)} itself", hint="leave out one or the other"
         )
-    whole = ["*"] if offload is Offload.MODEL else None  # modules of the first level: the components of a pipeline
-    return Policy.STREAMED, offload is Offload.GROUP, whole
+    whole = ["*"] if offload is Offload.MODEL else []  # modules of the first level: the components of a pipeline
+    return {"policy": Policy.STREAMED, "prefetch": offload is Offload.GROUP, "no_split": whole}
 
 
 def _budget(max_memory: list[str] | None, *, use_disk: bool) -> MemoryBudget:
