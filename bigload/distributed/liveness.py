@@ -137,12 +137,10 @@ class ProcessRegistry:
         return [each.rank for each in identities if each is not None and each.node == self.own.node]
 
     def wait_for_keys(self, keys: Mapping[int, str], missing: str, *, limit_seconds: float | None = None) -> None:
-        """Wait until the store has all `keys`, each of which a process sets.
+        """Wait until the store has all `keys`, each set by the process of that rank.
 
-        Args:
-            keys: By the rank of the process that sets it.
-            missing: For the error: what a process has not done whose key is missing.
-            limit_seconds: The longest wait, by default the timeout of the process group.
+        `missing` is for the error: what a process has not done. The limit is by default the timeout of the process
+        group.
         """
         limit = group_timeout_seconds() if limit_seconds is None else limit_seconds
         waiting = dict(keys)

@@ -20,11 +20,9 @@ _NO_TEXT = "--random-tokens 128 runs the model without text"
 
 
 class FolderTokenizer(NamedTuple):
-    """A tokenizer of transformers.
+    """A tokenizer of transformers for a folder, which errors name.
 
     Attributes:
-        tokenizer: The object of transformers.
-        name: The folder, for errors.
         vocabulary: The number of tokens that the model takes, `None` if unknown: tokenizers can have more.
         placeholders: Tokens that stand for an image or other input that is no text, and which.
         is_raw: Whether texts go to the model as they are, although the folder has a chat template.

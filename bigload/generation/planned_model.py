@@ -35,10 +35,8 @@ _SEED = 0
 class ModelMaker(NamedTuple):
     """Factory of models of one class and one config, with all parameters on the meta device.
 
-    Attributes:
-        model_class: The first of the config's `architectures` that transformers has.
-        config: `config.json` as transformers reads it.
-        dtype: The dtype of parameters: the config's, else that of most bytes of the checkpoint.
+    The class is the first of the config's `architectures` that transformers has. The dtype of parameters is the
+    config's, else that of most bytes of the checkpoint.
     """
 
     model_class: Any
@@ -128,13 +126,9 @@ class ModelMaker(NamedTuple):
 
 
 class PlannedModel(NamedTuple):
-    """A model of transformers, its checkpoint, and the plan that places it.
+    """A model of transformers, its checkpoint, and the plan that places it; `None` for everything on disk.
 
-    Attributes:
-        plan: The device of each module; `None` for everything on disk.
-        keeps_cache: Whether outputs carry the KV cache.
-        prefetch_bytes: See `dispatch_model`.
-        resident_bytes: See `dispatch_model`.
+    `keeps_cache` says whether outputs carry the KV cache; the sizes are those of `dispatch_model`.
     """
 
     checkpoint: Checkpoint
@@ -199,9 +193,8 @@ class PlannedModel(NamedTuple):
     def dispatched(self, empty: nn.Module | None = None, *, is_brief: bool = False) -> nn.Module:
         """Return the model dispatched by bigload, its streamed weights read from the checkpoint.
 
-        Args:
-            empty: A model without values, as `empty` makes it; by default one is made.
-            is_brief: Whether it answers once, so that copies of cached weights would not pay.
+        It is `empty`, which `empty()` made, or a new one. If it `is_brief`, it answers once: copies of cached weights
+        would not pay.
         """
         prefetch, resident = self.prefetch_bytes, self.resident_bytes
         model = self.empty() if empty is None else empty

@@ -62,12 +62,10 @@ def read_prompts(lines: Iterable[str], *, source: str) -> list[Prompt]:
 
 
 def chosen_context(asked: int | None, *, planned: int, trained: int | None) -> int:
-    """Return the tokens of a prompt and its answer together.
+    """Return the tokens of a prompt and its answer together, as asked for.
 
-    Args:
-        asked: What the user wants.
-        planned: What the plan leaves room for; 0 if it was made for weights alone.
-        trained: What the config says that the model was made for.
+    By default as many as the plan leaves room for; where it has 0, for weights alone, `DEFAULT_CONTEXT`, or what the
+    model was trained for if that is less.
     """
     if asked is None:
         return planned or min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)

@@ -24,13 +24,11 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer and its times.
+    """An answer, in tokens and as text, and its times.
 
     Attributes:
         prompt_tokens: Length of the prompt, with the conversation before it.
         cached_tokens: Those of them that were in the KV cache of the turn before.
-        tokens: The answer.
-        text: The same as text.
         finish: Why it ended.
         seconds: From the prompt to the last token.
         first_token_seconds: From the prompt to the first token; `None` where there is none, as of an encoder.
@@ -62,15 +60,13 @@ class RunReport(NamedTuple):
     Attributes:
         path: The checkpoint path as given.
         model_class: The class in transformers.
-        total_bytes: Bytes of all tensors.
-        disk_bytes: Bytes of the tensors that the plan leaves on disk.
+        disk_bytes: Those of the `total_bytes` of all tensors that the plan leaves on disk.
         num_threads: Threads that torch computes with.
         device: The device that runs streamed modules.
         context: Tokens of a prompt and its answer together.
         seed: Of the random numbers, `None` where the most likely token is taken.
         load_seconds: From the empty model to the dispatched one.
         peak_private_bytes: The most private memory above that before the load; `None` where it was not sampled.
-        answers: In their order.
         whole_experts: See `RunStats`.
         prediction: What the plan was to take on this machine; `None` where it has not been measured.
         cached_fraction: Part of the files, 0 to 1, that was in the page cache before the load; the prediction is for 0.

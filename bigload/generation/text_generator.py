@@ -30,12 +30,10 @@ _CACHE_ARGUMENTS = ("past_key_values", "cache")
 
 
 class Sampling(NamedTuple):
-    """Choice of tokens: as `generation_config.json` beside the weights says, unless asked otherwise.
+    """Choice of tokens; where a field is `None`, as `generation_config.json` beside the weights says.
 
-    Attributes:
-        temperature: 0 takes the most likely token; `None` what the folder says.
-        top_p: Probability of the tokens that are chosen from; `None` what the folder says.
-        seed: Of the random numbers; `None` for another one each time.
+    A `temperature` of 0 takes the most likely token; `top_p` is the probability of the tokens that are chosen from;
+    random numbers begin with `seed`, or with another one each time.
     """
 
     temperature: float | None = None
@@ -118,14 +116,10 @@ class TextGenerator:
         is_stopped: Callable[[], bool] = lambda: False,
         label: object = None,
     ) -> Answer:
-        """Return the answer to a prompt; `on_text` gets its text in pieces of whole characters, as they come.
+        """Return the answer to the prompt `tokens`; `on_text` gets its text, whole characters at a time, as they come.
 
-        Args:
-            tokens: The prompt.
-            max_new_tokens: The most tokens of the answer.
-            on_text: What it raises ends the answer.
-            is_stopped: Asked after each token; the answer ends when it is true.
-            label: Goes into the answer.
+        The answer ends after `max_new_tokens` at the latest, when `on_text` raises, or when `is_stopped`, which is
+        asked after each token, is true. `label` goes into the answer.
         """
         config = self._config
         config.max_new_tokens, config.max_length = max_new_tokens, None

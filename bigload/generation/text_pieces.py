@@ -9,13 +9,10 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextPieces:
-    """The text of an answer while its tokens come.
+    """The text of an answer while its tokens come, which `decode` turns into text.
 
     How a token reads can depend on its neighbours (blanks between words, bytes of a character), so a piece is what the
     last few tokens read with the new one, less what they read without it. The end compares all with the whole.
-
-    Args:
-        decode: Turns tokens into text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:

@@ -69,13 +69,7 @@ def unchanged(checkpoint: Checkpoint, files: Sequence[str]) -> Iterator[None]:
 
 
 def warn_of_whole_files(root: Path, sizes: Mapping[str, int], spans: Iterable[Span]) -> None:
-    """Warn that whole files will be read for `spans`, if it is known that the server of `root` sends no byte ranges.
-
-    Args:
-        root: Location of the checkpoint.
-        sizes: Sizes of its files.
-        spans: What is needed of them.
-    """
+    """Warn that whole files of `sizes` will be read for `spans`, if the server of `root` is known to send no ranges."""
     server = scheme_of(root).server_without_ranges(root)
     if server is not None:
         needed = tuple(spans)

@@ -23,12 +23,9 @@ STEP_BYTES = 512 * KIB
 
 
 class DigestChecks:
-    """Digests of the tensors that one schedule reads.
+    """Digests of the tensors that one schedule reads, cut at the ends of tensors, and what they have to be.
 
-    Args:
-        recorded: What they have to be.
-        schedule: The reads, cut at the ends of tensors.
-        in_steps: Cut reads into `STEP_BYTES`.
+    `in_steps` cuts reads into `STEP_BYTES`.
     """
 
     def __init__(self, recorded: RecordedDigests, schedule: Schedule, *, in_steps: bool) -> None:

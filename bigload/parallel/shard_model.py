@@ -17,12 +17,10 @@ from bigload.parallel.tensor_parallel.plan import TensorParallelPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardModel:
-    """A `ModelSetup` that workers unpickle and call.
+    """A `ModelSetup` that workers unpickle and call; `plan` divides the model.
 
-    Attributes:
-        plan: How ranks divide the model.
-        stored: The tensors of a checkpoint by the names of the model, if there are weights on the meta device.
-        dtype: What floating-point weights become; `None` leaves each as it is.
+    `stored` are the tensors of a checkpoint by the names of the model, if there are weights on the meta device.
+    Floating-point weights become `dtype`; `None` leaves each as it is.
     """
 
     plan: TensorParallelPlan

@@ -17,11 +17,9 @@ _MAX_BYTES = 64 * 2**20
 
 
 class ExpertStats(NamedTuple):
-    """Number of uses of each expert in a recorded run.
+    """Number of uses of each expert in a recorded run, by the module that holds the experts, in their order.
 
-    Attributes:
-        uses: By the name of the module that holds the experts, in their order: tokens, or forwards where each is a
-            module of its own.
+    They are counted in tokens, or in forwards where each is a module of its own.
     """
 
     uses: Mapping[str, tuple[int, ...]]

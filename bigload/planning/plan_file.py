@@ -147,14 +147,10 @@ def parse_plan(text: str, schema: str, make: Callable[[dict[str, object]], P], *
 def open_planned(
     plan: Plan | None, path: str | Path | Checkpoint | None = None, *, source: str = "the plan"
 ) -> Checkpoint:
-    """Open the checkpoint that `plan` was made for, and check the plan against it.
+    """Open the checkpoint that `plan` was made for, if there is one, and check the plan against it.
 
-    A plan is only ever made for a valid checkpoint, so files that are gone or no longer valid make it stale.
-
-    Args:
-        plan: Without one, the checkpoint is only opened.
-        path: Where the checkpoint is, or the checkpoint itself; where the plan says when left out.
-        source: Name of the plan in errors.
+    It is at `path`, or it is `path`, else where the plan says. A plan is only ever made for a valid checkpoint, so
+    files that are gone or no longer valid make it stale; errors then call it `source`.
     """
     if path is None:
         assert plan is not None, "a plan or a path says where the checkpoint is"

@@ -85,11 +85,7 @@ def best_by_uses(
 ) -> Solution | None:
     """Return `plain`, or the experts of all layers off the execution device if a token is expected to cost less then.
 
-    Args:
-        plain: The answer of a policy.
-        problem: With routed experts apart from their blocks.
-        layers: The routed experts of the model.
-        stats: How often each was used.
+    `plain` is the answer of a policy to `problem`, which has routed experts, of all `layers`, apart from their blocks.
     """
     apart = _all_apart(problem, layers, stats)
     costs = {id(each): expected_cost(each, layers, stats) for each in (plain, apart) if each is not None}

@@ -41,10 +41,7 @@ class Question(NamedTuple):
 class AnswerWishes(NamedTuple):
     """Options of `bigload run` that are about answers, by the names of the command line.
 
-    Attributes:
-        prompts: What to answer, where it is known before.
-        as_lines: Whether each answer is a line of JSON.
-        measures: Whether statistics are wanted.
+    `prompts` are those known before; `as_lines` makes each answer a line of JSON; `measures` asks for statistics.
     """
 
     prompts: Sequence[Prompt]
@@ -99,11 +96,9 @@ class AnswerWishes(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Answering:
-    """A model that answers one prompt after another.
+    """A model that answers one prompt after another; `tokenizer` is `None` for random ones.
 
-    Attributes:
-        tokenizer: Turns prompts into tokens; `None` for random ones.
-        load_seconds: From the empty model to the dispatched one.
+    `load_seconds` are those from the empty model to the dispatched one.
     """
 
     wishes: AnswerWishes

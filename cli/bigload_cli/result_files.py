@@ -23,11 +23,9 @@ def is_stdout(path: Path | None) -> bool:
 
 
 def answers_on_stdout(paths: Sequence[Path | None], *, as_json: bool = False) -> bool:
-    """Return whether one of the results `paths` goes to stdout, and is the answer there.
+    """Return whether one of the results goes to stdout, as the answer; `paths` are None for what was not asked for.
 
-    Args:
-        paths: Where results go; None for what was not asked for.
-        as_json: Whether `--json` asks for another document on stdout.
+    With `as_json`, `--json` asks for another document there.
     """
     wanted = [path for path in paths if path is not None]
     num_answers = sum(map(is_stdout, wanted))

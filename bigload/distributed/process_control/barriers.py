@@ -70,11 +70,9 @@ def check_trigger() -> bool:
 
 
 def has_other_processes(function: str, *, may_be_in_first_block: bool = False) -> bool:
-    """Return whether there are other processes, which `function` needs.
+    """Return whether there are other processes, which `function` needs; it is named in errors.
 
-    Args:
-        function: For the error.
-        may_be_in_first_block: Whether it may be called in a `*_process_first` block, which others wait for.
+    `may_be_in_first_block`: it may be called in a `*_process_first` block, which others wait for.
     """
     if num_processes() == 1:
         return False

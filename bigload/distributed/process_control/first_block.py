@@ -41,17 +41,11 @@ class _Status(TypedDict):
 
 
 class FirstBlock:
-    """One entry of this process into a block that one process runs before the others.
+    """One entry of this process, by a call of `function`, into a block that one process runs before the others.
 
-    Args:
-        function: What the program called.
-        is_local: The processes are those of this host, else all.
-        outer: The block around this one.
-
-    Attributes:
-        function: As above.
-        counts: Blocks of each function that were entered within this one. They are counted per outer block because a
-            process whose outer block failed has not entered the inner ones.
+    These are the processes of this host if `is_local`, else all; `outer` is the block around this one. `counts` are of
+    the blocks of each function that were entered within this one: per outer block, because a process whose outer block
+    failed has not entered the inner ones.
     """
 
     def __init__(self, function: str, *, is_local: bool, outer: FirstBlock | None) -> None:

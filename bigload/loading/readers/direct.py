@@ -61,11 +61,8 @@ def direct_alignment(path: Path) -> int | None:
 class DirectReader(OpenFile):
     """Reads any bytes of a file by direct reads of the blocks around them.
 
-    Args:
-        path: The file.
-        pool: Where the memory for those blocks is borrowed; share one among the files of a load, and with as many
-            blocks as there are threads none of them waits.
-        recorder: Told of reads and copies.
+    The memory for those blocks is borrowed from `pool`: share one among the files of a load, and with as many blocks as
+    there are threads none of them waits. `recorder` is told of reads and copies.
     """
 
     def __init__(self, path: Path, *, pool: BlockPool | None = None, recorder: Recorder = NO_RECORDER) -> None:

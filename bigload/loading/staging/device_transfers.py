@@ -20,10 +20,9 @@ from bigload.machine.threads.activities import Phase, Recorder
 
 
 class HostBlock:
-    """A piece of host memory on loan: read into `memory`, send from it, release it.
+    """A piece of host memory on loan: read into `memory`, which is writable, send from it, release it.
 
-    Attributes:
-        memory: Its bytes, writable. No copy reads them when the block is lent; after a `send` they stay as they are.
+    No copy reads it when the block is lent; after a `send` it stays as it is.
     """
 
     __slots__ = ("_copied", "_has_copies", "_tensor", "memory")

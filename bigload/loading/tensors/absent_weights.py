@@ -41,13 +41,7 @@ LOAD_OR_DISPATCH = (
 
 
 class Absence(NamedTuple):
-    """Reason for a weight without values.
-
-    Attributes:
-        name: The weight's name in the model.
-        reason: What follows "which" in a sentence about it.
-        hint: What to do.
-    """
+    """Reason for a weight without values: what follows "which" in a sentence about it, and a hint what to do."""
 
     name: str
     reason: str

@@ -33,7 +33,6 @@ class NameComparison(NamedTuple):
     Attributes:
         assignments: Which stored tensor goes where.
         missing: Names in the module, the first of each group of tied ones, of which the checkpoint has none.
-        unexpected: Names in the checkpoint that the module does not have.
         misshapen: Names of different shapes, with both shapes in words.
         problems: Why other tensors of the module cannot be made of stored ones, a sentence each.
     """

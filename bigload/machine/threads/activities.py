@@ -44,12 +44,8 @@ OnReceived = Callable[[int, str], None]
 class Recorder:
     """Keeps the activities of a load that is traced; does nothing, and costs next to nothing, for one that is not.
 
-    A traced load faults memory in before it reads into it, which separates faults from reads; otherwise the reads
-    fault it in, which is faster.
-
-    Args:
-        is_tracing: Keep activities.
-        on_received: Called while a read lasts, for each part of it that has come.
+    A traced load faults memory in before it reads into it, which separates faults from reads; otherwise the reads fault
+    it in, which is faster. `on_received` is called while a read lasts, for each part of it that has come.
     """
 
     def __init__(self, *, is_tracing: bool, on_received: OnReceived | None = None) -> None:

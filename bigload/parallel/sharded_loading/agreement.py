@@ -35,8 +35,7 @@ _AreShared = Callable[[DeviceMesh, Sequence[Placement]], bool]
 class HostPeers:
     """The ranks that load on this host.
 
-    Attributes:
-        are_shared: Whether another one holds the same elements as this one of tensors with these placements on a mesh.
+    `are_shared` tells whether another one holds the same elements of tensors with these placements on a mesh.
     """
 
     share: HostShare

@@ -26,11 +26,9 @@ _STEP_ELEMENTS = 32 * KIB - 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPart:
-    """The part of a stored tensor that this process is to hold.
+    """The part of a stored tensor that this process is to hold; `existing` is memory of the shape of `spec` for it.
 
-    Attributes:
-        existing: Memory of the shape of `spec` to fill, if the model has it.
-        is_shared: Whether other processes read the same bytes, which the page cache then has for them.
+    If it `is_shared`, other processes read the same bytes, which the page cache then has for them.
     """
 
     stored: AssembledTensor

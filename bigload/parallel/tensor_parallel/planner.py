@@ -100,11 +100,7 @@ def make_plan(
 
 @dataclass(slots=True, kw_only=True)
 class _Validator:
-    """Validates partial plans by a model without weights and a forward of it, or not at all, if it does not run.
-
-    Attributes:
-        problem: Why the model does not run.
-    """
+    """Validates partial plans by a forward of a model without weights, unless `problem` says why it does not run."""
 
     size: int
     layers: Mapping[str, LayerKind]

@@ -22,12 +22,10 @@ Call = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRun:
-    """A forward of the undivided model.
+    """A forward of the undivided model: the `inputs` that each layer got, in the order of calls.
 
-    Attributes:
-        inputs: What each layer got, in the order of calls.
-        answers: The noise that each made of it, a leaf of the graph.
-        summed: What modules made whose outputs ranks sum, by their names.
+    `answers` are the noise that each made of them, leaves of the graph; `summed` is what modules made whose outputs
+    ranks sum, by their names.
     """
 
     weightless: WeightlessModel

@@ -36,11 +36,9 @@ OnCall = Callable[[str, int, Tensor, Callable[[], Tensor]], Tensor]
 
 
 class WeightlessModel:
-    """A copy of `model` on the CPU in which layers make noise.
+    """A copy of `model` on the CPU, `module`, in which layers make noise.
 
-    Attributes:
-        module: The copy.
-        layers: How each layer that was found uses its weight, by its name.
+    `layers` says how each layer that was found uses its weight, by its name.
     """
 
     def __init__(self, model: nn.Module, *, is_short: bool = False) -> None:

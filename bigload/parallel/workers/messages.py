@@ -37,12 +37,7 @@ Reduce = Callable[[object], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A pickled value.
-
-    Attributes:
-        pickled: The value, with indices into `tensors` in place of tensors.
-        tensors: On the CPU, dense, each once.
-    """
+    """A pickled value with indices in place of its tensors, which are on the CPU, dense, each once."""
 
     pickled: bytes
     tensors: tuple[torch.Tensor, ...]

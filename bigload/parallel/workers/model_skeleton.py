@@ -26,11 +26,7 @@ _OF_THE_MODEL = (*_OF_TRAINING, "_forward_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightForm:
-    """A parameter or a buffer without its values.
-
-    Attributes:
-        is_stored: Whether a state dict has it; buffers may be made for a process alone.
-    """
+    """A parameter or a buffer without its values; `is_stored` if a state dict has it, as not all buffers are."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]

@@ -54,12 +54,9 @@ class WorkerPool:
     ) -> None:
         """Start `size` processes and return while they import torch.
 
-        Args:
-            size: The number of workers.
-            environment: Variables for them, beside those of this process.
-            inherit: Descriptors that they get, under the same numbers.
-            preload: Modules that they import before the first request.
-            daemon: Whether they are killed when this interpreter ends, or asked to stop first.
+        They have this process's variables and those of `environment`, `inherit` descriptors under the same numbers, and
+        `preload` modules before the first request. The end of this interpreter kills them if `daemon`, else it asks
+        them to stop first.
         """
         self.size = size
         self._lock = threading.Lock()
@@ -89,10 +86,8 @@ class WorkerPool:
     def ask(self, request: Message, doing: str, *, timeout: float | None = None) -> list[object]:
         """Send `request` to all workers, and return their answers in the order of their ranks.
 
-        Args:
-            request: A packed request.
-            doing: For errors: `running forward`.
-            timeout: Seconds until all answers are there; `None` is unlimited.
+        `doing` is for errors: `running forward`. All answers have to be there in `timeout` seconds, if there is a
+        limit.
         """
         if os.getpid() != self._owner:  # before the lock, which a thread may have held when this process was forked
             raise _ended("this process was forked from the one that they belong to")

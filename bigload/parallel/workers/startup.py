@@ -35,14 +35,9 @@ def start_workers(
 ) -> tuple[WorkerPool, tuple[WorkerReport, ...]]:
     """Return workers that have built the model, and their reports. If one fails, none is left.
 
-    Args:
-        skeleton: The model without its weights.
-        shared: Weights of this process by number; they move into memory that workers share with it.
-        setup: Divides and fills the model in each worker.
-        num_workers: The number of workers.
-        backend: `gloo` for the CPU, `nccl` for CUDA.
-        daemon: Whether they are ended at once when this interpreter ends.
-        timeout_seconds: The longest start.
+    Workers make the `skeleton`, which has no weights; they share the memory of `shared`, weights of this process by
+    number, which move there; and `setup` divides and fills the model in each. `backend` is `gloo` for the CPU, `nccl`
+    for CUDA; `daemon` has the end of this interpreter end them at once.
     """
     num_threads = max(1, torch.get_num_threads() // num_workers)
     with memory_file("bigload-store") as store, memory_file("bigload-weights") as memory, ExitStack() as undo:

@@ -93,13 +93,9 @@ class BlockActivations(NamedTuple):
     max_tokens: int | None
 
     def num_bytes(self, workload: Workload, source_tokens: int, dtype: DType, attention: Attention) -> int:
-        """Return the bytes at the peak, without masks.
+        """Return the bytes at the peak, without masks, where `attention` runs, whatever the workload says of it.
 
-        Args:
-            workload: The pass; its `attention` is not looked at.
-            source_tokens: Tokens of the encoder.
-            dtype: In which the block computes.
-            attention: Which implementation runs it.
+        An encoder has `source_tokens`; the block computes in `dtype`.
         """
         width = max(dtype.bits // 8, 1)
         tokens = self._tokens(workload, source_tokens)
@@ -123,12 +119,9 @@ def block_activations(
 ) -> BlockActivations | None:
     """Return what a block of these shapes holds, `None` where neither shapes nor config tell any width.
 
-    Args:
-        shapes: Of its tensors.
-        cache: What it keeps between tokens, `None` for the block of an encoder.
-        config: Of the model.
-        has_positions: Whether the model adds embeddings of positions, which live as long as those of words.
-        is_biased: Whether attention adds a bias for every pair of positions (T5).
+    `cache` is what it keeps between tokens, `None` for the block of an encoder. `has_positions` tells whether the model
+    adds embeddings of positions, which live as long as those of words; `is_biased`, whether attention adds a bias for
+    every pair of positions (T5).
     """
     widths = [part.input_width or 0 for part in shapes.attentions]
     hidden = max(widths, default=0) or config.number("hidden_size") or 0

@@ -20,12 +20,10 @@ _LOW_RANK = DTYPES["F32"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterBytes:
-    """Bytes of an adapter in the dtypes that PEFT 0.21 gives it, whatever its files have.
+    """Bytes of an adapter in the dtypes that PEFT 0.21 gives it, by the stored tensor that they are beside.
 
-    Low-rank parts are in float32 (`autocast_adapter_dtype`), whole tensors in the dtype of those that they replace.
-
-    Attributes:
-        by_tensor: By the stored tensor of the model that they are beside.
+    Low-rank parts are in float32 (`autocast_adapter_dtype`), whole tensors in the dtype of those that they replace,
+    whatever the files have.
     """
 
     name: str

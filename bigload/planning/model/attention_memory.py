@@ -66,12 +66,8 @@ class AttentionMemory(NamedTuple):
     def num_bytes(self, tokens: int, reach: int, width: int, mask: int, attention: Attention) -> int:
         """Return the bytes at the peak: while queries are rotated, while the cache is copied to grow, or in attention.
 
-        Args:
-            tokens: Queries.
-            reach: Keys.
-            width: Bytes of a number in the dtype of the model.
-            mask: Bytes of the copy of the mask that a fused kernel adds to the scores; 0 without a mask.
-            attention: Which implementation runs.
+        There are queries for `tokens`, and `reach` keys; a number takes `width` bytes in the dtype of the model. `mask`
+        is the bytes of the copy of the mask that a fused kernel adds to the scores; 0 without a mask.
         """
         is_eager = attention is Attention.EAGER
         kept = self.query + self.key_value if self.is_fused else 0

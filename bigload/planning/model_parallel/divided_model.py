@@ -35,12 +35,9 @@ _VOCABULARIES = (*families.EMBEDDINGS, *families.HEADS)
 
 @dataclass(frozen=True, kw_only=True)
 class DividedModel:
-    """A checkpoint divided among `divided.tp` ranks.
+    """A checkpoint, here as a whole, divided among `divided.tp` ranks; `structure` is the part of the first one.
 
-    Attributes:
-        checkpoint: The whole one.
-        structure: Of the part of the first rank.
-        options: What was asked for; the workload may be another one.
+    `options` are what was asked for; the workload may be another one.
     """
 
     checkpoint: Checkpoint

@@ -29,9 +29,8 @@ _MOST_TRIED = 4
 class ParallelRequest:
     """Request for a parallel plan, beside its checkpoint.
 
-    Attributes:
-        options: The workload, the overhead of each GPU, and whether layers of further tokens are placed.
-        tp_rules: Styles by pattern that go before those of the family.
+    `options` has the workload, the overhead of each GPU, and whether layers of further tokens are placed; `tp_rules`
+    are styles by pattern that go before those of the family.
     """
 
     grid: RankGrid

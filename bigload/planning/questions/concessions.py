@@ -31,11 +31,9 @@ _KV_DTYPE, _LOAD_DTYPE = DTYPES["F8_E4M3"], DTYPES["BF16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concessions:
-    """Options that are good enough, or as good as it gets, and what they take back of those that were asked for.
+    """Options that are good enough, or as good as it gets, to ask for instead of others.
 
-    Attributes:
-        options: What is asked for instead.
-        changes: Words such as `context 32768 -> 9216`; none where nothing had to give way.
+    `changes` are words such as `context 32768 -> 9216`; none where nothing had to give way.
     """
 
     options: PlanOptions

@@ -39,9 +39,8 @@ class IndivisibleError(Exception):
 class LayerDivider:
     """Divides layers among `tp` ranks.
 
-    Attributes:
-        needs_heads: Whether attention of an unknown number of heads is an error. Otherwise it is divided as other
-            layers are, which a forward has to validate.
+    Attention of an unknown number of heads is an error if it `needs_heads`. Otherwise it is divided as other layers
+    are, which a forward has to validate.
     """
 
     tp: int

@@ -78,9 +78,7 @@ def partition(checkpoint: Checkpoint, *, tp: int, rules: Mapping[str, str] | Non
 class _Alike:
     """Layers that differ in the numbers of their names alone, which a rule treats alike.
 
-    Attributes:
-        example: The tensors of the first, by the ends of their names.
-        names: For each layer the names of its tensors, by their ends.
+    `example` are the tensors of the first, `names` those of each layer, both by the ends of their names.
     """
 
     example: Mapping[str, TensorForm]

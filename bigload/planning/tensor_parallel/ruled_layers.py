@@ -59,11 +59,9 @@ class TensorForm(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuledLayer:
-    """A linear layer, or a bare parameter, that a rule divides.
+    """A linear layer, or a bare parameter, that a rule divides; `config` is the section that describes it.
 
-    Attributes:
-        tensors: The layer's tensors, by the ends of their names; that of a bare parameter is empty.
-        config: The section of the model's config that describes the layer.
+    `tensors` are the layer's, by the ends of their names; that of a bare parameter is empty.
     """
 
     name: str
@@ -92,11 +90,8 @@ class RuledLayer:
 class ModelRules:
     """Rules of a model, by which its layers are found: overrides first, then those of its family.
 
-    Towers that see or hear have the rules of their own section of the config, if those are known.
-
-    Attributes:
-        used: The rules that matched a layer.
-        whole: The names of layers that a rule keeps whole.
+    Towers that see or hear have the rules of their own section of the config, if those are known. `used` are the rules
+    that matched a layer, `whole` the names of layers that a rule keeps whole.
     """
 
     def __init__(self, config: ModelConfig, overrides: tuple[Rule, ...] = (), *, has_family: bool = True) -> None:

@@ -90,15 +90,11 @@ def predict(
     prompt_tokens: int | None = None,
     ram_bytes: int | None = None,
 ) -> Prediction:
-    """Return the times of `plan` on the machine of `profile`.
+    """Return the times of `plan`, of a model with `structure`, on the machine of `profile`.
 
-    Args:
-        plan: What is carried out.
-        structure: Of the model in the plan's checkpoint.
-        profile: Of the machine.
-        prompt_tokens: Length of the prompt; `PROMPT_TOKENS`, or the plan's context where that is shorter.
-        ram_bytes: RAM that is free before the model is loaded: what of it is left keeps pages of streamed files.
-            `None` for the profile's, and without that the plan's limit of RAM.
+    The prompt has `prompt_tokens`; by default `PROMPT_TOKENS`, or the plan's context where that is shorter. `ram_bytes`
+    are free before the model is loaded: what of them is left keeps pages of streamed files. By default they are those
+    of the profile, and without that the plan's limit of RAM.
     """
     workload = plan.options.workload
     if prompt_tokens is None:
