@@ -75,11 +75,13 @@ def probe_cached(path: Path, ranges: Iterable[tuple[int, int]]) -> int | None:
 
     The page is drawn at random: Linux begins to read a page that it does not have, so the next probe would find it.
 
-    `None` where the file system cannot read from the page cache alone (RWF_NOWAIT of preadv2(2)).
+    `None` where the system or the file system cannot read from the page cache alone (RWF_NOWAIT of preadv2(2)).
 
     Raises:
         OSError: the file cannot be opened or read.
     """
+    if sys.platform != "linux":
+        return None
     cached = 0
     with _opened(path) as descriptor:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no more than that page
