@@ -24,18 +24,13 @@ from bigload.machine.memory.huge_pages import allocate
 from bigload.machine.threads.activities import NO_RECORDER
 
 Signature = tuple[int, int, int] | None
+"""Inode, size and time of a file when the weights were opened; any, if `None`."""
 
 
-class WeightFile(NamedTuple):
-    """A file, and its inode, size and time when the weights were opened (`expected`; any, if `None`)."""
-
-    path: Path
-    expected: Signature = None
-
-    def check(self) -> None:
-        """Raise `ReadError` if the file is no longer the one that was opened."""
-        if self.expected is not None and signature(self.path) != self.expected:
-            raise changed(self.path)
+def check_file(path: Path, expected: Signature) -> None:
+    """Raise `ReadError` if the file is no longer the one that was opened."""
+    if expected is not None and signature(path) != expected:
+        raise changed(path)
 
 
 class AssembledWeight(NamedTuple):
@@ -48,7 +43,7 @@ class AssembledWeight(NamedTuple):
 
     tensor: AssembledTensor
     dtype: torch.dtype
-    stored_files: Mapping[str, WeightFile]
+    stored_files: Mapping[str, Signature]
 
     def view(self, *, populate: bool = True) -> torch.Tensor:  # noqa: ARG002 - as FileWeight has it
         """Return the weight on the CPU, in memory of its own, cast on the way."""
@@ -58,7 +53,9 @@ class AssembledWeight(NamedTuple):
         schedule = schedule_reads([RequestedTensor(tensor=self.tensor, dtype=wanted)])
         memory = [allocate(buffer.num_bytes) for buffer in schedule.buffers]
         self._check()
-        with opened_sources(sorted({job.file for job in schedule.jobs}), self._open) as sources:
+        with opened_sources(
+            sorted({job.file for job in schedule.jobs}), lambda file: PositionalReader(Path(file))
+        ) as sources:
             chosen = settings()
             read(
                 schedule,
@@ -73,11 +70,8 @@ class AssembledWeight(NamedTuple):
         return as_tensors(schedule, memory)[self.tensor.name]
 
     def _check(self) -> None:
-        for file in self.stored_files.values():
-            file.check()
-
-    def _open(self, file: str) -> PositionalReader:
-        return PositionalReader(self.stored_files[file].path)
+        for file, expected in self.stored_files.items():
+            check_file(Path(file), expected)
 
 
 def changed(path: Path) -> ReadError:

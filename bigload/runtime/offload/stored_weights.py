@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 import torch
 
 from bigload.checkpoint.formats.registry import main_files
-from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, StoredTensor, TensorInfo
+from bigload.checkpoint.model import AssembledTensor, Checkpoint, Piece, Span, StoredTensor, TensorInfo, spans_of
 from bigload.checkpoint.source import open_checkpoint
 from bigload.conversion.checkpoint_view import CheckpointView
 from bigload.dtypes import DType
@@ -37,7 +37,7 @@ from bigload.loading.tensors.views import check_dtypes, parsed_dtype, torch_dtyp
 from bigload.machine.files.page_cache import cached_bytes, drop_cached_pages
 from bigload.machine.memory.huge_pages import HUGE_PAGE_BYTES, no_memory
 from bigload.planning.load_dtype import loaded_dtype
-from bigload.runtime.offload.assembled_weights import AssembledWeight, Signature, WeightFile, changed
+from bigload.runtime.offload.assembled_weights import AssembledWeight, Signature, changed, check_file
 
 _MAX_MAPS = 16384
 """Files that stay mapped. The system allows a process 65530 maps (`vm.max_map_count`), others need some as well."""
@@ -62,8 +62,8 @@ class FileWeight(NamedTuple):
     is_part: bool = False
 
     @property
-    def stored_files(self) -> Mapping[str, WeightFile]:
-        return {str(self.path): WeightFile(self.path, self.expected)}
+    def stored_files(self) -> Mapping[str, Signature]:
+        return {str(self.path): self.expected}
 
     @property
     def is_as_wanted(self) -> bool:
@@ -83,7 +83,7 @@ class FileWeight(NamedTuple):
         return self.files.map(self.path, self.expected)
 
     def check(self) -> None:
-        WeightFile(self.path, self.expected).check()
+        check_file(self.path, self.expected)
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
@@ -178,8 +178,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         dtype = torch_dtype(self._loaded(tensor))
         assert dtype is not None, "all were checked"
         if isinstance(tensor, AssembledTensor):
-            files = {str(self._root / file): self._signatures[file] for file in _files_of(tensor)}
-            stored_files = {path: WeightFile(Path(path), expected) for path, expected in files.items()}
+            stored_files = {str(self._root / file): self._signatures[file] for file in _files_of(tensor)}
             return AssembledWeight(tensor=_located(tensor, self._root), dtype=dtype, stored_files=stored_files)
         stored = tensor if self._view is None else self._view.stored(name)
         file = tensor.span.file
@@ -317,8 +316,7 @@ def _opened(path: str | Path) -> Checkpoint | OffloadFolder:
 
 
 def _files_of(tensor: StoredTensor) -> list[str]:
-    spans = [piece.tensor.span for piece in tensor.pieces] if isinstance(tensor, AssembledTensor) else [tensor.span]
-    return list(dict.fromkeys(span.file for span in spans))
+    return list(dict.fromkeys(span.file for span in spans_of(tensor)))
 
 
 def _located(tensor: AssembledTensor, root: Path) -> AssembledTensor:

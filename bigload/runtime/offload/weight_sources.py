@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -72,15 +73,9 @@ def row_of_source(source: WeightSource, index: int) -> WeightSource:
         if isinstance(row, AssembledTensor):
             files = {piece.tensor.span.file for piece in row.pieces}
             return source._replace(tensor=row, stored_files={file: source.stored_files[file] for file in files})
-        stored = source.stored_files[row.span.file]
-        return FileWeight(
-            path=stored.path,
-            tensor=row,
-            dtype=source.dtype,
-            files=MappedFiles(),
-            expected=stored.expected,
-            is_part=True,
-        )
+        file = row.span.file
+        expected = source.stored_files[file]
+        return FileWeight(Path(file), row, source.dtype, files=MappedFiles(), expected=expected, is_part=True)
     if not 0 <= index < len(source.whole):
         raise ValueError(f"row {index} of a tensor of shape {list(source.whole.shape)}")
     return source._replace(row=index)

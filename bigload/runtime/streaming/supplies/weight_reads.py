@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from bigload.machine.files.page_cache import drop_cached_pages
 from bigload.machine.memory.huge_pages import address_of
 from bigload.machine.threads.activities import NO_RECORDER
 from bigload.runtime.modules.module_tensors import version_of
-from bigload.runtime.offload.assembled_weights import AssembledWeight, WeightFile
+from bigload.runtime.offload.assembled_weights import AssembledWeight, Signature, check_file
 from bigload.runtime.offload.weight_sources import MemoryWeight, WeightSource
 from bigload.runtime.streaming.weights import Weight
 
@@ -57,7 +58,7 @@ class WeightReads:
         self._numbers = [first.setdefault(id(weight.placeholder), number) for number, weight in enumerate(weights)]
         each = [(str(number), weights[number]) for number in first.values()]
         stored = {name: _stored(name, weight.source) for name, weight in each}
-        self._files: dict[str, WeightFile] = {}
+        self._files: dict[str, Signature] = {}
         self._values: dict[str, tuple[MemoryWeight, TensorInfo]] = {}
         for name, weight in each:
             form = stored[name]
@@ -131,7 +132,7 @@ class WeightReads:
         """Drop what the page cache has of the files."""
         for file, ranges in self._ranges.items():
             with suppress(OSError):  # gone meanwhile: the next read says so
-                drop_cached_pages(self._files[file].path, ranges)
+                drop_cached_pages(Path(file), ranges)
 
     def _note_values(self) -> None:
         values = {file: source.whole for file, (source, _) in self._values.items()}
@@ -147,12 +148,12 @@ class WeightReads:
 
     def _check_files(self) -> None:
         for file in self._ranges:
-            self._files[file].check()
+            check_file(Path(file), self._files[file])
 
     def _open(self, file: str) -> ByteSource:
         if file in self._values:
             return TensorSource(self._value(file))
-        reader = PositionalReader(self._files[file].path)
+        reader = PositionalReader(Path(file))
         reader.expect(self._ranges[file])
         return reader
 
