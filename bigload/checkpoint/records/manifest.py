@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from bigload.checkpoint.byte_source import PositionalReader, address_text, read_range, scheme_of
+from bigload.checkpoint.byte_source import address_text, read_range, scheme_of
 from bigload.checkpoint.index import resolve_shard
 from bigload.checkpoint.records.fingerprint import ShardFingerprint
 from bigload.checkpoint.sources.listings import is_there
@@ -140,29 +140,28 @@ def read_manifest_file(path: Path, *, source: Path | None = None) -> Manifest:
     place = path.expanduser()
     if source is None and not place.exists():
         raise ManifestNotFoundError(path, "no such file", hint="bigload manifest DIR -o FILE writes one")
-    with PositionalReader(place) as reader:
-        num_bytes = os.fstat(reader.descriptor).st_size
-        if num_bytes > MAX_MANIFEST_BYTES:
-            raise _unusable(named, f"{num_bytes} bytes, expected {MAX_MANIFEST_BYTES} at most")
-        content = bytearray(num_bytes)
-        reader.read_into([memoryview(content)], 0)
-    return manifest_from_json(content.decode(errors=_PATHS), source=str(named))
+    return _manifest_at(place, named=str(named))
 
 
 def _remote_manifest(root: Path) -> Manifest:
-    scheme, place = scheme_of(root), root / MANIFEST_FILE
+    place = root / MANIFEST_FILE
     if not is_there(place):
         for parent in root.parents[:2]:
             with suppress(AccessDeniedError, ReadError):
                 if len(parent.parts) > _SERVICE_PARTS and is_there(parent / MANIFEST_FILE):
                     raise _part_of(address_text(root), address_text(parent))
         raise ManifestNotFoundError(address_text(root), f"no {MANIFEST_FILE} in it", hint=_hint_without(root))
+    return _manifest_at(place, named=address_text(place))
+
+
+def _manifest_at(place: Path, *, named: str) -> Manifest:
+    scheme = scheme_of(place)
     num_bytes = scheme.identity(place).num_bytes
     if num_bytes > MAX_MANIFEST_BYTES:
-        raise _unusable(address_text(place), f"{num_bytes} bytes, expected {MAX_MANIFEST_BYTES} at most")
+        raise _unusable(named, f"{num_bytes} bytes, expected {MAX_MANIFEST_BYTES} at most")
     with closing(scheme.open(place, NO_RECORDER)) as source:
         content = read_range(source, 0, num_bytes) if num_bytes else b""
-    return manifest_from_json(content.decode(errors=_PATHS), source=address_text(place))
+    return manifest_from_json(content.decode(errors=_PATHS), source=named)
 
 
 def _hint_without(root: Path) -> str:

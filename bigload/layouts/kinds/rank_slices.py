@@ -30,6 +30,7 @@ from bigload.layouts.kinds.layout import LayoutRequest, OutputLayout, base_name,
 from bigload.layouts.options import ReshardOptions
 from bigload.layouts.output import Output, OutputFile, OutputTensor
 from bigload.loading.scheduling.slices import Slice
+from bigload.machine.files.byte_ranges import merged_ranges
 from bigload.planning.model.module_tree import key_above
 from bigload.planning.model_parallel.divided_model import DividedModel
 from bigload.planning.options import PlanOptions
@@ -263,17 +264,11 @@ def read_ranks(folder: str | Path) -> RanksFolder:
     """
     path = Path(folder) / RANKS_FILE
     document = _read(path)
-    tp = document.get("tp")
-    if not _is_count(tp) or not 1 <= tp <= MAX_RANKS:  # type: ignore[operator]
-        raise _invalid(path, [("bad-ranks", f'"tp" is {tp!r:.50}, expected 1 to {MAX_RANKS}')])
-    assert isinstance(tp, int)
+    tp = _number_of_ranks(path, document, "tp")
     tensors = document.get("tensors")
     if not isinstance(tensors, dict):
         raise _invalid(path, [("bad-ranks", 'expected "tensors": {name: {"shape": ..., "dim": ...}, ...}')])
-    pp = document.get("pp") if _has_stages(document) else 1
-    if not _is_count(pp) or not 1 <= pp <= MAX_RANKS:  # type: ignore[operator]
-        raise _invalid(path, [("bad-ranks", f'"pp" is {pp!r:.50}, expected 1 to {MAX_RANKS}')])
-    assert isinstance(pp, int)
+    pp = _number_of_ranks(path, document, "pp") if _has_stages(document) else 1
     shapes: dict[str, tuple[int, ...]] = {}
     divisions: dict[str, Division] = {}
     stages: dict[str, tuple[int, ...]] = {}
@@ -312,6 +307,13 @@ def _read(path: Path) -> Mapping[str, object]:
         return check_schema(document, STAGES_SCHEMA if _has_stages(document) else SCHEMA)
     except ValueError as error:
         raise _invalid(path, [("bad-ranks", str(error))]) from None
+
+
+def _number_of_ranks(path: Path, document: Mapping[str, object], key: str) -> int:
+    found = document.get(key)
+    if not isinstance(found, int) or not _is_count(found) or not 1 <= found <= MAX_RANKS:
+        raise _invalid(path, [("bad-ranks", f'"{key}" is {found!r:.50}, expected 1 to {MAX_RANKS}')])
+    return found
 
 
 def _has_stages(document: object) -> bool:
@@ -354,12 +356,8 @@ def _range(part: object, size: int) -> Range:
 
 
 def _check_covered(division: Division, size: int) -> None:
-    ordered = sorted(part for parts in division.ranges for part in parts)
-    reached = 0
-    for start, stop in ordered:
-        if start > reached:
-            break
-        reached = max(reached, stop)
+    merged = merged_ranges(part for parts in division.ranges for part in parts)
+    reached = merged[0][1] if merged and merged[0][0] == 0 else 0
     if reached < size:
         raise ValueError(f"no rank holds element {reached} of {size}")
     for parts in division.ranges:
