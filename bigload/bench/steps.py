@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from bigload.bench.runner import Clock
 from bigload.units import GIB, format_size
@@ -12,28 +13,28 @@ WORTH_TELLING_BYTES = GIB
 """A bench of less is over in seconds."""
 
 
+@dataclass(eq=False)
 class Steps:
     """Adds the bytes that are through, and the time left, to the words before each step."""
 
-    def __init__(
-        self, on_run: Callable[[str], None], *, total_bytes: int, step_bytes: int, clock: Clock = time.monotonic
-    ) -> None:
-        self.total_bytes = total_bytes
-        self._on_run = on_run
-        self._step_bytes = step_bytes
-        self._clock = clock
-        self._began = clock()
+    on_run: Callable[[str], None]
+    total_bytes: int
+    step_bytes: int
+    clock: Clock = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
         self._done_bytes = 0
 
     def begin(self, words: str) -> None:
         """Say that a step begins; those before it are through."""
         done, total = self._done_bytes, self.total_bytes
-        self._done_bytes += self._step_bytes
+        self._done_bytes += self.step_bytes
         if not done or total < WORTH_TELLING_BYTES or done >= total:  # the first may be refused for lack of memory
-            self._on_run(words)
+            self.on_run(words)
         else:
-            left = (self._clock() - self._began) * (total - done) / done
-            self._on_run(f"{words}, {format_size(done)} of {format_size(total)}, {_duration(left)} left")
+            left = (self.clock() - self._began) * (total - done) / done
+            self.on_run(f"{words}, {format_size(done)} of {format_size(total)}, {_duration(left)} left")
 
 
 def _duration(seconds: float) -> str:

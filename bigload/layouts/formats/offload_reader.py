@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,32 +148,27 @@ class FileHeader(NamedTuple):
     tensors: Mapping[str, TensorInfo]
 
 
+@dataclass(eq=False)
 class IndexReading:
     """The tensors of an `index.json` as far as they are read, and all that is wrong with it.
 
-    Args:
+    Attributes:
         root: The folder of the index. Of `.dat` files and links outside of it nothing is read.
         headers: Headers that were read before, by file; new ones are added.
         is_anywhere: Whether safetensors files may be outside of the folder, because it is the caller who names them.
         casts: Whether an entry may have another dtype than its safetensors file.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        headers: dict[str, FileHeader] | None = None,
-        is_anywhere: bool = False,
-        casts: bool = False,
-    ) -> None:
+    root: Path
+    headers: dict[str, FileHeader] = field(default_factory=dict)
+    is_anywhere: bool = False
+    casts: bool = False
+
+    def __post_init__(self) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self.aliases: dict[str, str] = {}
         self.problems: list[Problem] = []
-        self.headers = {} if headers is None else headers
-        self._root = root
-        self._real_root = Path(os.path.realpath(root))
-        self._is_anywhere = is_anywhere
-        self._casts = casts
+        self._real_root = Path(os.path.realpath(self.root))
         self._first: dict[tuple[int, int], TensorInfo] = {}
         self._unreadable: set[str] = set()
 
@@ -206,7 +201,7 @@ class IndexReading:
         self.tensors[name] = tensor
 
     def _status(self, name: str, file: str) -> os.stat_result | None:
-        place = resolve_shard(self._root, file)
+        place = resolve_shard(self.root, file)
         if isinstance(place, str):
             self._refuse("unsafe-path", name, f"its file {place}")
             return None
@@ -228,7 +223,7 @@ class IndexReading:
         if not isinstance(file, str) or not isinstance(weight_name, str):
             self._refuse("bad-entry", name, f"{shown(file)} and {shown(weight_name)}, expected names")
             return
-        place = file if self._is_anywhere else self._place(file)
+        place = file if self.is_anywhere else self._place(file)
         if place is None:
             self._refuse("unsafe-path", name, f"{shown(file)} is no file in this folder")
             return
@@ -238,7 +233,7 @@ class IndexReading:
         tensor = header.tensors.get(weight_name)
         if tensor is None:
             self._refuse("tensor-missing", name, f"no tensor {weight_name!r:.200} in {place}")
-        elif not self._casts and dtype not in (None, tensor.dtype.torch_name, f"torch.{tensor.dtype.torch_name}"):
+        elif not self.casts and dtype not in (None, tensor.dtype.torch_name, f"torch.{tensor.dtype.torch_name}"):
             self._refuse("bad-dtype", name, f"stored as {tensor.dtype.torch_name}, to be cast to {shown(dtype)}")
         else:
             self.tensors[name] = replace(tensor, name=name)

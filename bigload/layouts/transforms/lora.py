@@ -8,7 +8,7 @@ model (`base_model.model.PATH.lora_A.weight`). LoRA, rsLoRA, DoRA, biases, ranks
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -56,7 +56,7 @@ class MergeLora:
             CheckpointError, ReadError: its tensors cannot be opened.
         """
         adapter = self._opened
-        merge = _Merge(str(self), adapter, found, self.scale)
+        merge = _Merge(adapter, found, self.scale)
         made = merge.tensors()
         if merge.problems:
             is_plain = quantisation_of(found.checkpoint) is None
@@ -92,6 +92,7 @@ def _check_kind(adapter: Adapter) -> None:
             raise AdapterError(f"{folder} has {option}, which is not merged here", hint="merge it with PEFT")
 
 
+@dataclass(eq=False)
 class _Merge:
     """One adapter and the tensors that it is merged into.
 
@@ -99,42 +100,42 @@ class _Merge:
         unties: It brings an output layer of its own to a model that ties it to the embedding.
     """
 
-    def __init__(self, text: str, adapter: Adapter, found: TensorsToWrite, scale: float) -> None:
-        self.problems: list[str] = []
-        self._text = text
-        self._adapter = adapter
-        self._found = found
-        self._tensors = found.tensors
-        self._scale = scale
-        self.unties = False
+    adapter: Adapter
+    found: TensorsToWrite
+    scale: float
+    problems: list[str] = field(default_factory=list)
+    unties: bool = False
+
+    def __post_init__(self) -> None:
+        self._tensors = self.found.tensors
 
     def tensors(self) -> dict[str, Operand]:
         """Return the tensors that change, and those that come from the adapter, by name."""
         made: dict[str, Operand] = {}
-        for name, tensor in self._adapter.saved.items():
+        for name, tensor in self.adapter.saved.items():
             made.update(self._saved(name, tensor))
         self._tensors = {**self._tensors, **made}  # an embedding can be saved whole, and have matrices beside
-        for path, parts in self._adapter.modules.items():
+        for path, parts in self.adapter.modules.items():
             made.update(self._merged(path, parts))
         return made
 
     def _merged(self, path: str, parts: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Operand]]:
         try:
             down, up, _ = matrices_of(path, parts)
-            target = self._name_of(weight_of(self._adapter, path, self._shape))
+            target = self._name_of(weight_of(self.adapter, path, self._shape))
             base = self._tensors[target]
             if base.dtype.name not in CASTABLE:
                 self.problems.append(
                     f"{target} is stored as {base.dtype}: --dequantize bf16 before --lora makes plain weights of it"
                 )
                 return
-            model_type = (self._found.checkpoint.config or {}).get("model_type")
-            fit = fit_of(self._adapter, path, target, shape_of(base), model_type)
+            model_type = (self.found.checkpoint.config or {}).get("model_type")
+            fit = fit_of(self.adapter, path, target, shape_of(base), model_type)
         except AdapterError as error:
             self.problems.append(error.message)
             return
         form = StackedLowRankSum if fit.is_stacked else LowRankSum
-        operation = form(base, down, up, self._scale * fit.alpha / fit.divisor, is_transposed=fit.is_transposed)
+        operation = form(base, down, up, self.scale * fit.alpha / fit.divisor, is_transposed=fit.is_transposed)
         magnitude = parts.get("lora_magnitude_vector")
         if magnitude is not None and isinstance(operation, LowRankSum):
             root = base
@@ -168,7 +169,7 @@ class _Merge:
     @cached_property
     def _stored_names(self) -> Mapping[str, str]:
         """Stored names by those of transformers' modules, of tensors that are only renamed."""
-        return renamed_by_transformers(self._found.checkpoint)
+        return renamed_by_transformers(self.found.checkpoint)
 
     def _saved(self, name: str, tensor: TensorInfo) -> dict[str, Operand]:
         """Return a tensor that the adapter brings whole (`modules_to_save`, biases), in the dtype that it has had."""
@@ -179,7 +180,7 @@ class _Merge:
                 self.problems.append(f"{name} is {list(tensor.shape)} in the adapter, {list(shape)} in the base")
                 return {}
             return {stored: self._like(stored, Unchanged(replace(tensor, name=stored)))}
-        is_head = name == "lm_head.weight" and (self._found.checkpoint.config or {}).get("tie_word_embeddings") is True
+        is_head = name == "lm_head.weight" and (self.found.checkpoint.config or {}).get("tie_word_embeddings") is True
         if not is_head:
             self.problems.append(f"{name} is missing: the adapter replaces it")
             return {}

@@ -169,31 +169,32 @@ def write_manifest(
     )
 
 
+@dataclass(eq=False)
 class _FileToDigest:
     """One file and its digests; used by one thread."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, file: str, place: Path, num_bytes: int, version: HubVersion | None
-    ) -> None:
-        self.num_bytes = num_bytes
-        self.read_bytes = 0
-        self._file = file
-        self._place = place
-        self._version = version
-        self._ranges, self._names = _tensors_of(checkpoint, file, place)
-        service = None if version is None else version.new_hash(num_bytes)
-        self._digest = FileDigest(self._ranges, num_bytes, service=service)
+    checkpoint: Checkpoint
+    file: str
+    place: Path
+    num_bytes: int
+    version: HubVersion | None
+    read_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        ranges, self._names = _tensors_of(self.checkpoint, self.file, self.place)
+        service = None if self.version is None else self.version.new_hash(self.num_bytes)
+        self._digest = FileDigest(ranges, self.num_bytes, service=service)
         self._whole = ""
 
     def read(self, open_file: OpenPieces, tally: Tally) -> None:
         try:
             self.read_bytes = digest_file(
-                open_file, self._place, self._digest, lambda done: tally.add(done, phase="verify", file=self._file)
+                open_file, self.place, self._digest, lambda done: tally.add(done, phase="verify", file=self.file)
             )
         except OSError as error:
             if isinstance(error, ReadError):
                 raise
-            raise ReadError(self._place, error) from error
+            raise ReadError(self.place, error) from error
         self._whole = self._digest.finish()
 
     def record(self) -> FileRecord:
@@ -203,10 +204,10 @@ class _FileToDigest:
     @property
     def problem(self) -> Problem | None:
         """Difference from what the Hub has, if any."""
-        if self._version is None or self._digest.by_service == self._version.etag:
+        if self.version is None or self._digest.by_service == self.version.etag:
             return None
-        text = f"its {self._version.digest_name} is {self._digest.by_service}, the Hub's is {self._version.etag}"
-        return Problem(code="hub-digest", file=self._file, text=text)
+        text = f"its {self.version.digest_name} is {self._digest.by_service}, the Hub's is {self.version.etag}"
+        return Problem(code="hub-digest", file=self.file, text=text)
 
 
 def _tensors_of(checkpoint: Checkpoint, file: str, place: Path) -> tuple[list[TensorRange], Mapping[str, str | None]]:

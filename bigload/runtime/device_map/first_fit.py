@@ -14,6 +14,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -74,33 +75,33 @@ class TieGroups:
         return item.num_bytes + sum(others)
 
 
+@dataclass(eq=False)
 class FirstFit:
     """One run. It leaves in `used` what each device took, and in `needed` what a device that got nothing would need."""
 
-    def __init__(
-        self, work: ModuleQueue, ties: TieGroups, limits: Mapping[DeviceKey, Size], *, fallback: bool, verbose: bool
-    ) -> None:
-        self.used: dict[DeviceKey, Size] = dict.fromkeys(limits, 0)
+    work: ModuleQueue
+    ties: TieGroups
+    limits: Mapping[DeviceKey, Size]
+    fallback: bool
+    verbose: bool
+
+    def __post_init__(self) -> None:
+        self.used: dict[DeviceKey, Size] = dict.fromkeys(self.limits, 0)
         self.needed: dict[DeviceKey, Size] = {}
-        self._work = work
-        self._ties = ties
-        self.limits = limits
-        self._left = list(limits)
+        self._left = list(self.limits)
         self._main = main_devices(self._left)
-        self._fallback = fallback
-        self._is_verbose = verbose
         self._device_map: OrderedDict[str, DeviceKey] = OrderedDict()
 
     def place(self, model_name: str) -> OrderedDict[str, DeviceKey]:
         """Return a device for every item of the work list, in the order in which they were placed."""
-        total = sum(item.num_bytes for item in self._work)
-        while (item := self._work.take_first()) is not None:
-            partners = self._ties.partners(item, self._work)
-            size = self._ties.size_with(item, partners)
+        total = sum(item.num_bytes for item in self.work)
+        while (item := self.work.take_first()) is not None:
+            partners = self.ties.partners(item, self.work)
+            size = self.ties.size_with(item, partners)
             if size <= self._room:
                 self._put(item, partners, size)
             elif not (self._split_partner(item, partners) or self._split(item) or self._fall_back(item, size)):
-                self._work.put_first(item)
+                self.work.put_first(item)
                 self._go_on(size)
                 if not self._left:
                     raise self._does_not_fit(model_name, total)
@@ -112,7 +113,7 @@ class FirstFit:
 
     @property
     def _reserve(self) -> Size:
-        return self._work.largest_layer if self._device in self._main else 0
+        return self.work.largest_layer if self._device in self._main else 0
 
     @property
     def _room(self) -> Size:
@@ -126,39 +127,39 @@ class FirstFit:
         self._device_map[item.name] = self._device
         for holder in dict.fromkeys(holder for _, holder in partners):
             self._say("%s is placed with it, as it is tied", holder.name)
-            self._work.remove(holder)
+            self.work.remove(holder)
             self._device_map[holder.name] = self._device
 
     def _split_partner(self, item: QueuedModule, partners: Partners) -> bool:
         """Split the first tied item that can be, if this one alone has room: then less has to go along."""
-        holder = next((holder for _, holder in partners if self._work.can_split(holder)), None)
+        holder = next((holder for _, holder in partners if self.work.can_split(holder)), None)
         if holder is None or item.num_bytes > self._room:
             return False
         self._say("%s is split, as it is tied to %s", holder.name, item.name)
-        self._work.put_first(item)
-        self._work.split(holder)
+        self.work.put_first(item)
+        self.work.split(holder)
         return True
 
     def _split(self, item: QueuedModule) -> bool:
-        if item.num_bytes < self._room or not self._work.can_split(item):
+        if item.num_bytes < self._room or not self.work.can_split(item):
             return False
         self._say("%s (%s bytes) is split: %s has room for %s", item.name, item.num_bytes, self._device, self._room)
-        self._work.put_first(item)
-        self._work.split(item)
+        self.work.put_first(item)
+        self.work.split(item)
         return True
 
     def _fall_back(self, item: QueuedModule, size: Size) -> bool:
         """Bring a later module forward, if the device would stay empty otherwise."""
-        if not self._fallback or self.used[self._device] or self._device == "disk":
+        if not self.fallback or self.used[self._device] or self._device == "disk":
             return False
-        self._work.put_first(item)
-        limit = self.limits[self._device] - max(self._work.largest_layer, size)
-        found = first_that_fits(self._work, limit, self._ties, skip=item)
+        self.work.put_first(item)
+        limit = self.limits[self._device] - max(self.work.largest_layer, size)
+        found = first_that_fits(self.work, limit, self.ties, skip=item)
         if found is None:
-            self._work.remove(item)
+            self.work.remove(item)
             return False
         self._say("%s is brought forward: it fits on %s", found, self._device)
-        self._work.bring_forward(found)
+        self.work.bring_forward(found)
         return True
 
     def _go_on(self, size: Size) -> None:
@@ -171,7 +172,7 @@ class FirstFit:
         del self._left[0]
 
     def _does_not_fit(self, model_name: str, total: Size) -> DoesNotFitError:
-        unplaced = sum(item.num_bytes for item in self._work)
+        unplaced = sum(item.num_bytes for item in self.work)
         return DoesNotFitError(
             model_name,
             needed_bytes=math.ceil(total),
@@ -182,7 +183,7 @@ class FirstFit:
         )
 
     def _say(self, text: str, *values: object) -> None:
-        if self._is_verbose:
+        if self.verbose:
             _logger.info(text, *values)
 
 
