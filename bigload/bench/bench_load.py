@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from bigload.bench.loaded_memory import MemoryKind, digest_of, finish
 from bigload.bench.page_cache_state import CacheState, prepare
 from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, kind_for, raw_read, raw_reads
 from bigload.bench.results.bench_warnings import warnings_for
-from bigload.bench.results.recommendation import Recommendation, best_of, measure_sizes, whole
+from bigload.bench.results.recommendation import Recommendation, SizeMeasured, best_of, measure_sizes
 from bigload.bench.results.report import BenchReport, PeerResult, RawResult, StrategyResult, phase_shares
 from bigload.bench.runner import Clock, Contender, OnRun, Outcome, run_rounds
 from bigload.bench.steps import Steps
@@ -36,7 +36,7 @@ from bigload.loading.settings import Method
 from bigload.machine.threads.thread_pool import usable_cores
 
 if TYPE_CHECKING:
-    from bigload.bench.peers import Load, Peer
+    from bigload.bench.peers import Load
     from bigload.loading.load import LoadedTensors
     from bigload.loading.report import LoadReport
 
@@ -113,14 +113,14 @@ def bench_load(
     busy = load_average()
     digests = {case: bench.check(case) for case in cases}
     with ExitStack() as made:
-        ready, absent = bench.ready_peers(device, digests[cases[0]], made) if peers else ({}, ())
-        reads = bench.raw_reads(cases, ready) if raw and not is_remote else ()
+        ready, absent = bench.ready_peers(device, digests[cases[0]], made) if peers else ((), ())
+        reads = bench.raw_reads(cases, [peer for peer, _ in ready]) if raw and not is_remote else ()
         steps.total_bytes += opened.stored_bytes * (len(reads) * runs + len(ready) * (1 + runs))
         outcome = run_rounds(
             [
                 *(Contender(name=case.name, run=bench.loading(case)) for case in cases),
                 *(Contender(name=read.name, run=partial(raw_read, read, opened)) for read in reads),
-                *(Contender(name=peer.name, run=run.load, may_fail=True) for peer, run in ready.items()),
+                *(Contender(name=peer.name, run=load, may_fail=True) for peer, load in ready),
             ],
             runs=runs,
             files=bench.files,
@@ -131,7 +131,7 @@ def bench_load(
         )
     raw_results = tuple(RawResult(read=read, measured=outcome.measured[read.name]) for read in reads)
     results = tuple(bench.result(*item, outcome, raw_results, trace=trace) for item in digests.items())
-    peer_results = (*(bench.peer_result(*item, device, outcome, raw_results) for item in ready.items()), *absent)
+    peer_results = (*(bench.peer_result(peer, outcome, raw_results) for peer, _ in ready), *absent)
     cached = [measured.cached for measured in outcome.measured.values()]
     report = BenchReport(
         path=opened.path,
@@ -148,16 +148,9 @@ def bench_load(
         load_average=busy,
         results=results,
         raw=raw_results,
-        peers=tuple(peer_results),
+        peers=peer_results,
     )
     return replace(report, recommendation=bench.recommend(results, sizes=sizes), warnings=warnings_for(report))
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadyPeer:
-    load: Load
-    version: str | None
-    is_identical: bool
 
 
 class _LoadBench:
@@ -193,7 +186,7 @@ class _LoadBench:
         """Return the bytes of what `case` loads; it was loaded once already."""
         return self._reports[case.name].tensor_bytes
 
-    def raw_reads(self, cases: Iterable[LoadCase], peers: Mapping[Peer, _ReadyPeer]) -> tuple[RawRead, ...]:
+    def raw_reads(self, cases: Iterable[LoadCase], peers: Iterable[PeerResult]) -> tuple[RawRead, ...]:
         """Return the raw reads that are a limit for one of the contenders."""
         kinds = [self._limit_kind(case.memory, self._method(case)) for case in cases]
         kinds += [self._limit_kind(peer.memory, Method.READ) for peer in peers if not self._is_on_device(cases)]
@@ -201,35 +194,29 @@ class _LoadBench:
 
     def ready_peers(
         self, device: str, sha256: str, made: ExitStack
-    ) -> tuple[dict[Peer, _ReadyPeer], tuple[PeerResult, ...]]:
+    ) -> tuple[Sequence[tuple[PeerResult, Load]], Sequence[PeerResult]]:
         """Return the peers that load the checkpoint, checked against `sha256`, and why the others do not."""
         from bigload.bench.peers import PEERS, CannotLoadError, PeerTarget
 
         target = PeerTarget(self.checkpoint, device, made)
-        ready: dict[Peer, _ReadyPeer] = {}
+        ready: list[tuple[PeerResult, Load]] = []
         absent: list[PeerResult] = []
         for peer in PEERS:
-            version, problem = peer.version, "not installed"
-            if version is not None:
+            memory = peer.memory if device == "cpu" else MemoryKind.DEVICE
+            result = PeerResult(name=peer.name, package=peer.package, version=peer.version, memory=memory)
+            problem = "not installed"
+            if result.version is not None:
                 self._on_run(f"{peer.name}: checking")
                 try:
                     load = peer.ready(target)
-                    ready[peer] = _ReadyPeer(load, version, digest_of(load()) == sha256)
+                    ready.append((replace(result, is_identical=digest_of(load()) == sha256), load))
                     continue
                 except CannotLoadError as error:
                     problem = str(error)
                 except Exception as error:
                     problem = short_problem(error)
-            absent.append(
-                PeerResult(
-                    name=peer.name,
-                    package=peer.package,
-                    version=version,
-                    memory=_on(device, peer.memory),
-                    problem=problem,
-                )
-            )
-        return ready, tuple(absent)
+            absent.append(replace(result, problem=problem))
+        return ready, absent
 
     def result(
         self, case: LoadCase, sha256: str, outcome: Outcome, raw: Sequence[RawResult], *, trace: bool
@@ -252,20 +239,13 @@ class _LoadBench:
         traced = case.load(self.checkpoint, trace=True).report
         return replace(result, phases=phase_shares(traced), activities=traced.activities)
 
-    def peer_result(
-        self, peer: Peer, ready: _ReadyPeer, device: str, outcome: Outcome, raw: Sequence[RawResult]
-    ) -> PeerResult:
-        """Return a peer's result: its measurements, or the error that it ended with."""
-        memory = _on(device, peer.memory)
+    def peer_result(self, peer: PeerResult, outcome: Outcome, raw: Sequence[RawResult]) -> PeerResult:
+        """Return a peer's result with its measurements, or the error that it ended with."""
         failure = outcome.failures.get(peer.name)
-        return PeerResult(
-            name=peer.name,
-            package=peer.package,
-            version=ready.version,
-            memory=memory,
+        return replace(
+            peer,
             measured=outcome.measured.get(peer.name),
-            is_identical=ready.is_identical,
-            limit=self._limit(memory, Method.READ, raw),
+            limit=self._limit(peer.memory, Method.READ, raw),
             problem=None if failure is None else short_problem(failure),
         )
 
@@ -279,7 +259,7 @@ class _LoadBench:
         serial = next((r for r in results if r.case == replace(best, threads=1)), None)
         if serial is not None:  # the whole was measured before
             parallel = next(result for result in results if result.case == best)
-            found = (*found, whole(self.checkpoint.stored_bytes, serial.seconds, parallel.seconds))
+            found = (*found, SizeMeasured.of(self.checkpoint.stored_bytes, serial.seconds, parallel.seconds))
         return replace(advice, sizes=found)
 
     def _time_part(self, case: LoadCase, names: Sequence[str]) -> float:
@@ -314,10 +294,6 @@ def _cache_state(*, cold: bool, warm: bool) -> CacheState:
     if cold and warm:
         raise OptionError("the page cache cannot be cold and warm", hint="choose one of --cold and --warm")
     return CacheState.COLD if cold else CacheState.WARM if warm else CacheState.AS_IS
-
-
-def _on(device: str, memory: MemoryKind) -> MemoryKind:
-    return memory if device == "cpu" else MemoryKind.DEVICE
 
 
 def short_problem(error: BaseException) -> str:

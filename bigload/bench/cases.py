@@ -41,7 +41,7 @@ class LoadCase:
     def load(
         self, checkpoint: Checkpoint, *, only: Collection[str] | None = None, trace: bool = False
     ) -> LoadedTensors:
-        """Load `checkpoint`, or the tensors in `only`, ; with `trace`, the report has all activities."""
+        """Load `checkpoint`, or the tensors in `only`; with `trace`, the report has all activities."""
         return load(
             checkpoint,
             only=only,

@@ -19,13 +19,18 @@ SIZES = (16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
 RUNS_PER_SIZE = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SizeMeasured:
     """Median seconds to load the same few tensors with one thread and with several."""
 
     num_bytes: int
     serial_seconds: float
     parallel_seconds: float
+
+    @classmethod
+    def of(cls, num_bytes: int, serial: Sequence[float], parallel: Sequence[float]) -> SizeMeasured:
+        """Return the medians of the seconds of several loads."""
+        return cls(num_bytes, statistics.median(serial), statistics.median(parallel))
 
     @property
     def pays(self) -> bool:
@@ -101,20 +106,5 @@ def measure_sizes(
         for number in range(RUNS_PER_SIZE):
             for contender in (serial, parallel) if number % 2 == 0 else (parallel, serial):
                 seconds[contender].append(time_load(contender, names))
-        found.append(
-            SizeMeasured(
-                num_bytes=num_bytes,
-                serial_seconds=statistics.median(seconds[serial]),
-                parallel_seconds=statistics.median(seconds[parallel]),
-            )
-        )
+        found.append(SizeMeasured.of(num_bytes, seconds[serial], seconds[parallel]))
     return tuple(found)
-
-
-def whole(num_bytes: int, serial: Sequence[float], parallel: Sequence[float]) -> SizeMeasured:
-    """Return the whole checkpoint as a size that was measured, from the seconds of its timed runs."""
-    return SizeMeasured(
-        num_bytes=num_bytes,
-        serial_seconds=statistics.median(serial),
-        parallel_seconds=statistics.median(parallel),
-    )
