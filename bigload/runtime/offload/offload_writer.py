@@ -216,18 +216,11 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def write_dat(folder: Path, name: str, parts: Iterable[torch.Tensor]) -> str:
     """Write tensors one after the other as the `.dat` file of the weight `name`, and return the digest."""
-    digest = xxhash.xxh3_128()
-    path = folder / f"{name}{DAT_SUFFIX}"
-    with _written(path) as file:
-        for part in parts:
-            values = on_cpu(part)  # which has to live as long as the view
-            content = bytes_of(values)
-            digest.update(content)
-            file.write(content)
-            del part, values, content  # before the next one is made
+    with _written(folder / f"{name}{DAT_SUFFIX}") as file:
+        digest = _digest_of(parts, file)
         if not file.tell():
             file.write(EMPTY)
-    return digest.hexdigest()
+    return digest
 
 
 def write_index(folder: Path, index: Mapping[str, Entry]) -> None:
@@ -266,12 +259,16 @@ def _is_one_file(first: Path, second: Path) -> bool:
         return False
 
 
-def _digest_of(parts: Iterable[torch.Tensor]) -> str:
+def _digest_of(parts: Iterable[torch.Tensor], file: IO[bytes] | None = None) -> str:
+    """Return the digest of tensors one after the other, which are written to `file` on the way if there is one."""
     digest = xxhash.xxh3_128()
     for part in parts:
         values = on_cpu(part)  # which has to live as long as the view
-        digest.update(bytes_of(values))
-        del part, values  # before the next one is made
+        content = bytes_of(values)
+        digest.update(content)
+        if file is not None:
+            file.write(content)
+        del part, values, content  # before the next one is made
     return digest.hexdigest()
 
 

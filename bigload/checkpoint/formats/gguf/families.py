@@ -745,14 +745,11 @@ _FAMILIES = {
         rules={**_GRANITE_MOE.rules, "shared_mlp.input_linear": GgufRule.PAIR},
     ),
     "gpt2": _GPT2,
-    "gpt_bigcode": Family(
-        root=_GPT2.root,
-        layers=_GPT2.layers,
-        block=_GPT2.block,
-        keys=_GPT2.keys,
+    "gpt_bigcode": replace(
+        _GPT2,
         builtin={"multi_query": True, "scale_attn_weights": True, "add_cross_attention": False},
-        activations=_GELU,
-        is_tied=True,
+        defaults={},
+        rules={},
     ),
     "bloom": Family(
         root={
