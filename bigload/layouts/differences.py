@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -192,9 +192,8 @@ class _Pair:
             return None
         has_values, has_torch = self.dtype.name in CASTABLE, _has_torch()
         is_compared = has_torch or not self.num_changed
-        return _difference(
-            self.first,
-            self.second,
+        return replace(
+            _difference(self.first, self.second),
             num_changed=self.num_changed if is_compared else None,
             largest=max(self.largest, 0.0) if has_values and has_torch else None,
             mean=self.total / max(self.first.num_elements, 1) if has_values and has_torch else None,
@@ -302,22 +301,13 @@ def _common_dtype(first: TensorInfo, second: TensorInfo) -> DType | None:
     return DTYPES["F64" if "F64" in (first.dtype.name, second.dtype.name) else "F32"]
 
 
-def _difference(
-    first: TensorInfo,
-    second: TensorInfo,
-    *,
-    num_changed: int | None = None,
-    largest: float | None = None,
-    mean: float | None = None,
-) -> TensorDifference:
+def _difference(first: TensorInfo, second: TensorInfo) -> TensorDifference:
+    """Return how the forms of two tensors differ, whose values were not compared."""
     return TensorDifference(
         name=first.name,
         dtypes=(first.dtype.name, second.dtype.name),
         shapes=(first.shape, second.shape),
         num_elements=first.num_elements,
-        num_changed=num_changed,
-        largest=largest,
-        mean=mean,
     )
 
 

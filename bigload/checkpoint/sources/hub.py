@@ -188,15 +188,19 @@ def _asked(address: HubAddress, route: str) -> dict[str, object]:
     if constants.HF_HUB_OFFLINE:
         raise _offline(address)
     try:
-        body = read_document(
-            f"{constants.ENDPOINT}/api/{route}", _headers(), _shown(address), max_bytes=MAX_LISTING_BYTES
-        )
-        document = parse_json(body, object_pairs_hook=None)
+        document = _answer(route, _shown(address))
     except HttpStatusError as error:
         raise _refusal(address.location, error) from None
     except ValueError as error:
         raise ReadError(_shown(address), f"the Hub's answer is not JSON: {error}") from None
-    return document if isinstance(document, dict) else {"items": document}
+    return document if isinstance(document, dict) else {}
+
+
+def _answer(route: str, shown: str) -> object:
+    from huggingface_hub import constants
+
+    body = read_document(f"{constants.ENDPOINT}/api/{route}", _headers(), shown, max_bytes=MAX_LISTING_BYTES)
+    return parse_json(body, object_pairs_hook=None)
 
 
 def _headers() -> dict[str, str]:
@@ -251,20 +255,13 @@ def _refusal(location: Path, error: HttpStatusError) -> BigloadError:
 def _near(route: str, wanted: str) -> list[str]:
     """Return names like `wanted` that the Hub knows: repositories or revisions."""
     try:
-        document = _asked_plainly(route)
+        document = _answer(route, "the Hub")
     except (BigloadError, HttpStatusError, ValueError):
         return []
-    items = document if isinstance(document, list) else [*document.get("branches", []), *document.get("tags", [])]
+    listed = [document.get(key, []) for key in ("branches", "tags")] if isinstance(document, dict) else [document]
+    items = [item for each in listed if isinstance(each, list) for item in each]
     names = [item.get("id") or item.get("name") for item in items if isinstance(item, dict)]
     return get_close_matches(wanted, [name for name in names if isinstance(name, str) and name != wanted], n=3)
-
-
-def _asked_plainly(route: str) -> dict[str, list[object]] | list[object]:
-    from huggingface_hub import constants
-
-    body = read_document(f"{constants.ENDPOINT}/api/{route}", _headers(), constants.ENDPOINT, max_bytes=1 << 24)
-    document = parse_json(body, object_pairs_hook=None)
-    return document if isinstance(document, dict | list) else []
 
 
 def _offline(address: HubAddress) -> CheckpointNotFoundError:
