@@ -82,17 +82,29 @@ def chosen_context(asked: int | None, *, planned: int, trained: int | None) -> i
     return asked
 
 
-def room_for_answer(prompt_tokens: int, *, wanted: int | None, context: int, where: str = "the prompt") -> int:
-    """Return how many tokens an answer can have: `wanted`, or all that the context leaves."""
+def room_for_answer(
+    prompt_tokens: int, *, wanted: int | None, context: int, longest: int | None = None, where: str = "the prompt"
+) -> int:
+    """Return how many tokens an answer can have: `wanted`, or all that the context leaves.
+
+    `longest` is the longest context that can be asked for, where that is known.
+    """
     room = context - prompt_tokens
     if room < (wanted or 1):
         answer = "" if wanted is None else f" and its answer {wanted}"
         raise OptionError(
             f"{where} has {counted(prompt_tokens, 'token')}{answer}; the context is {context}",
-            hint=f"--context {prompt_tokens + (wanted or 256)} makes it longer where plan and model allow that"
-            + ("" if wanted is None else ", or lower --max-new-tokens"),
+            hint=_shorter(prompt_tokens + (wanted or 1), longest, is_bounded=wanted is not None),
         )
     return room if wanted is None else wanted
+
+
+def _shorter(needed: int, longest: int | None, *, is_bounded: bool) -> str:
+    """Return what makes `needed` tokens fit."""
+    less = "shorten the prompt" + (", or lower --max-new-tokens" if is_bounded else "")
+    if longest is None or needed <= longest:
+        return f"--context {needed} or more; or {less}"
+    return f"{less}; plan and model allow a context of {longest} at most"
 
 
 def _prompt(found: object, line: int) -> Prompt:

@@ -23,7 +23,7 @@ from bigload.generation.text_generator import Sampling, TextGenerator
 from bigload.machine.memory.process_memory import MemorySampler
 from bigload.planning.plan import Plan
 from bigload.runtime.streaming.run_log import RunStats
-from bigload.units import format_size
+from bigload.units import counted, format_size
 from bigload_cli.chat import stopped_by_ctrl_c, typed_lines
 from bigload_cli.failures import INTERRUPTED, StoppedError
 from bigload_cli.options import ColorMode
@@ -55,6 +55,7 @@ class AnswerWishes(NamedTuple):
     top_p: float | None
     seed: int | None
     context: int
+    longest_context: int | None
     max_new_tokens: int | None
     prefetch_bytes: int | None
     resident_bytes: int | None
@@ -90,7 +91,13 @@ class AnswerWishes(NamedTuple):
         tokens = tokenizer.tokens_of(prompt)
         if not tokens:
             raise OptionError(f"{prompt.where} has no tokens")
-        room = room_for_answer(len(tokens), wanted=max_new_tokens, context=self.context, where=prompt.where)
+        room = room_for_answer(
+            len(tokens),
+            wanted=max_new_tokens,
+            context=self.context,
+            longest=self.longest_context,
+            where=prompt.where,
+        )
         return Question(tokens=tokens, max_new_tokens=room, label=prompt.label)
 
 
@@ -227,7 +234,9 @@ class Answering:
                 if not last.endswith("\n"):
                     print_piece("\n")
         if answer.finish is Finish.LENGTH and not self.wishes.quiet:
-            say(f"note: the answer ends where its room does, at {len(answer.tokens)} tokens")
+            count = len(answer.tokens)
+            why = "--max-new-tokens" if count == self.wishes.max_new_tokens else "the context is full"
+            say(f"note: the answer is cut off after {counted(count, 'token')} ({why})")
         return answer
 
     def _answer_lines(self) -> None:

@@ -58,9 +58,9 @@ def test_stats_in_a_pipe(name, report):
 
 
 def test_a_run_with_nothing_to_bring_in_says_so():
-    assert "Nothing was brought in" in stats_text(run_report(answer()))
+    assert "No weights were streamed" in stats_text(run_report(answer()))
     resident = forward(disk=0, ram=0, fetch=0.0, wait=0.0)
-    assert "All weights were there before." in stats_text(run_report(answer(resident, resident)))
+    assert "No weights were streamed: all were there before." in stats_text(run_report(answer(resident, resident)))
 
 
 def test_the_first_token_of_an_answer_with_more_forwards_than_are_kept_is_not_that_of_another():
@@ -101,7 +101,7 @@ def test_without_transformers_the_exit_code_is_that_of_bad_usage(run, monkeypatc
         ("-p hello --trace nowhere/t.json", 1, "there is no folder nowhere"),
         ("-p hello --trace tiny-llama/config.json", 2, "will not write to tiny-llama/config.json"),
         ("-p hello --plan gone.json", 2, "gone.json"),
-        ("-p hello --plan gone.json -m cpu=1GiB", 2, "a plan has its limits"),
+        ("-p hello --plan gone.json -m cpu=1GiB", 2, "the plan has limits of its own"),
         ("-p hello --plan gone.json --from-disk", 2, "a plan says what is on disk"),
         ("-p hello --chat", 2, "-p and --chat contradict"),
         ("--chat --json", 2, "a conversation is no document"),

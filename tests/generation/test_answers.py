@@ -200,6 +200,15 @@ def test_an_answer_has_the_room_that_is_left_or_what_was_wanted():
             room_for_answer(tokens, wanted=wanted, context=16)
 
 
+@pytest.mark.parametrize(
+    ("longest", "hint"), [(None, "--context 17 or more"), (17, "--context 17 or more"), (16, "a context of 16 at most")]
+)
+def test_a_hint_names_a_longer_context_only_where_there_is_one(longest, hint):
+    with pytest.raises(OptionError) as refused:
+        room_for_answer(16, wanted=None, context=16, longest=longest)
+    assert hint in refused.value.hint
+
+
 # Tokenizers
 
 

@@ -147,7 +147,9 @@ def run(
     source = call.get_parameter_source("max_memory")
     _refuse(
         {
-            "--plan and -m: a plan has its limits": plan and source is not None and source.name == "COMMANDLINE",
+            "--plan and -m: the plan has limits of its own": plan
+            and source is not None
+            and source.name == "COMMANDLINE",
             "--plan and --from-disk: a plan says what is on disk": plan and from_disk,
             "--chat and --json: a conversation is no document": mode is _Mode.CHAT and as_json,
             "--repeat is for --random-tokens": mode is not _Mode.RANDOM and repeat > 1,
@@ -161,7 +163,9 @@ def run(
     if random_tokens is not None:
         max_new_tokens = max_new_tokens or _RANDOM_ANSWER
         context = context or random_tokens + max_new_tokens
-    checkpoint, made, context = _planned(path, plan, max_memory, from_disk=from_disk, context=context, quiet=quiet)
+    checkpoint, made, context, longest = _planned(
+        path, plan, max_memory, from_disk=from_disk, context=context, quiet=quiet
+    )
     measures = stats or as_json or mode is _Mode.RANDOM or trace is not None or experts is not None
     with silent_libraries():
         _import_lean(checkpoint)
@@ -179,6 +183,7 @@ def run(
             top_p=top_p,
             seed=seed,
             context=context,
+            longest_context=longest,
             max_new_tokens=max_new_tokens,
             prefetch_bytes=prefetch,
             resident_bytes=resident,
@@ -251,8 +256,8 @@ def _prompts(mode: _Mode, prompt: str | None, file: Path | None) -> list[Prompt]
 
 def _planned(
     path: str, file: Path | None, limits: list[str] | None, *, from_disk: bool, context: int | None, quiet: bool
-) -> tuple[Checkpoint, Plan | None, int]:
-    """Return the checkpoint, the plan that was given or one for the limits, and the context; say where weights go."""
+) -> tuple[Checkpoint, Plan | None, int, int | None]:
+    """Return checkpoint, plan, context, and the longest context that could be asked for; say where weights go."""
     from bigload.extras import require
     from bigload.generation.prompts import chosen_context
     from bigload.machine.machine import Machine
@@ -265,17 +270,15 @@ def _planned(
     made = None if file is None else read_plan(file)
     checkpoint = open_planned(made, path, source=str(file))
     require("transformers", asked_by="run", extra="run")
-    tokens = chosen_context(
-        context,
-        planned=0 if made is None else made.options.workload.context,
-        trained=ModelConfig(checkpoint.config).count("trained_context"),
-    )
+    planned = 0 if made is None else made.options.workload.context
+    trained = ModelConfig(checkpoint.config).count("trained_context")
+    tokens = chosen_context(context, planned=planned, trained=trained)
     if made is None and not from_disk:
         budget = MemoryBudget.parse(limits or ["auto"], machine=Machine(ram=_ram_for_model))
         made = make_plan(checkpoint, budget, context=tokens)
     if made is not None and not quiet:
         output.say(headline(made).partition("\n")[0])
-    return checkpoint, made, tokens
+    return checkpoint, made, tokens, min(filter(None, (planned, trained)), default=None)
 
 
 def _ram_for_model() -> DetectedMemory | None:
@@ -325,6 +328,12 @@ def _write(session: Answering, trace: Path | None, experts: Path | None) -> list
     stats = session.stats
     models = {} if stats is None else {session.planned.checkpoint.name: stats}
     recorded = ExpertStats(uses={} if stats is None else stats.experts)
+    if experts is not None and not recorded.uses:  # an empty record would replace one of an earlier run
+        output.say(
+            f"warning: {experts} is not written: experts are counted where they are streamed, and none were "
+            "(--from-disk streams all)"
+        )
+        experts = None
     return write_results([(trace, lambda: json.dumps(run_trace(models))), (experts, recorded.to_json)])
 
 

@@ -103,15 +103,15 @@ def _conditions(report: RunReport) -> Iterator[str]:
 def _brought_in(report: RunReport) -> Iterator[str]:
     forwards = [forward for answer in report.answers for forward in answer.forwards or ()]
     if not forwards:
-        yield "Nothing was brought in: the plan leaves no weights that would have to be."
+        yield "No weights were streamed: all were in memory before the first token."
         return
     total = _sum(forwards)
     num_bytes = total.bytes_from_ram + (total.bytes_from_disk or 0)
     if not total.fetch_seconds:
-        yield "All weights were there before."
+        yield "No weights were streamed: all were there before."
     else:
         speed = format_rate(num_bytes, total.fetch_seconds)
-        yield f"{format_size(num_bytes)} were brought in at {speed}, {total.fetch_seconds:.3f} s in all."
+        yield f"{format_size(num_bytes)} were streamed at {speed}, {total.fetch_seconds:.3f} s in all."
     if report.whole_experts:
         yield f"note: all experts of {printable(folded_names(report.whole_experts))} are loaded together."
 
