@@ -53,7 +53,7 @@ def test_a_target_that_less_context_reaches_is_reached_and_says_how(run, here):
     command = "bigload plan llama-70b -m 0=80GiB,1=80GiB --context 65536 --batch 2 --profile a100 --target 8tok/s"
     done = run(f"{command} -o plan.json")
     assert done.code == 0
-    assert "note: gave way: context 65536 -> " in done.stdout
+    assert "note: reduced: context 65536 -> " in done.stdout
     plan = json.loads((here / "plan.json").read_text())
     assert f"-> {plan['options']['context']}" in plan["notes"][-1]["text"]
     again = document_of(run(f"{command} --json"))

@@ -149,18 +149,25 @@ def plan_that_does(
 
     least = LEAST_CONTEXT if least_context is None else least_context
     found = concede(read_structure(checkpoint, options), options, is_enough, least_context=least)
-    made = plan_details(checkpoint, budget, found.options)
-    check(made)
     changes = ", ".join(found.changes)
+    try:
+        made = plan_details(checkpoint, budget, found.options)
+        check(made)
+    except DoesNotFitError as error:
+        if changes:
+            error.details = (f"after reducing all that can be: {changes}", *error.details)
+        raise
+    except AnswerIsNoError as error:
+        raise AnswerIsNoError(f"{error}, even after {changes}" if changes else str(error)) from None
     if not found.is_enough:
         best = speed_of(made)
-        after = f"with {changes}" if changes else "and nothing that was asked for can give way"
+        after = f"with {changes}" if changes else "and nothing that was asked for can be reduced"
         raise AnswerIsNoError(
             f"--target: no plan was found that gives a sequence {target:g} tokens/s; the best one gives "
             f"{_of_a_sequence(best):.2g}, {best.bound_by}-bound, {after}"
         )
     if changes:
-        note = PlanNote(code="gave-way", text=f"gave way: {changes}")
+        note = PlanNote(code="gave-way", text=f"reduced: {changes}")
         made = made._replace(plan=replace(made.plan, notes=(*made.plan.notes, note)))
     return made
 
