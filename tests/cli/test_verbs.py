@@ -629,6 +629,8 @@ def test_diff_ends_with_1_where_something_differs(run, here):
     assert other.code == 1
     assert "only in m: " in other.stdout
     assert "only in other: " in other.stdout
+    assert run("bigload reshard m renamed --add-prefix x.").code == 0
+    assert "  model.layers.*.input_layernorm.weight (30)\n" in run("bigload diff m renamed").stdout
     assert (run("bigload diff m same -q").stdout, run("bigload diff m other -q").code) == ("", 1)
     document = json.loads(run("bigload diff m other --json").stdout)
     assert document["schema"] == "bigload.diff/1.0"

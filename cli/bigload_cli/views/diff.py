@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -29,9 +30,10 @@ def headlines(report: DiffReport) -> Iterator[str]:
     for path, names in ((report.first, report.only_first), (report.second, report.only_second)):
         if names:
             yield f"only in {printable(path)}: {counted(len(names), 'tensor')}"
-            yield from (f"  {printable(name)}" for name in names[:_MAX_NAMES])
-            if len(names) > _MAX_NAMES:
-                yield f"  and {len(names) - _MAX_NAMES} more"
+            kinds = names if len(names) <= _MAX_NAMES else _kinds(names)
+            yield from (f"  {printable(kind)}" for kind in kinds[:_MAX_NAMES])
+            if len(kinds) > _MAX_NAMES:
+                yield f"  and {len(kinds) - _MAX_NAMES} more of such lines"
     read = f"{format_size(report.read_bytes)} in {report.seconds:.2f} s"
     rate = f" ({format_rate(report.read_bytes, report.seconds)})" if report.read_bytes else ""
     equal, changed = counted(report.num_equal, "tensor"), len(report.changed)
@@ -58,6 +60,13 @@ def _folded(tensors: Sequence[TensorDifference]) -> list[tuple[str, list[TensorD
         key = tensor.name if len(tensors) <= _MAX_ROWS else _NUMBER.sub(".*", tensor.name)
         groups.setdefault(key, []).append(tensor)
     return [(f"{key} ({len(each)})" if len(each) > 1 else each[0].name, each) for key, each in groups.items()]
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    """Return the names, those that differ in numbers only as one with its count."""
+    counts = Counter(_NUMBER.sub(".*", name) for name in names)
+    alone = {_NUMBER.sub(".*", name): name for name in names}
+    return [f"{kind} ({count})" if count > 1 else alone[kind] for kind, count in counts.items()]
 
 
 def _share(members: Sequence[TensorDifference]) -> str:
