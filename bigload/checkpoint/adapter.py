@@ -100,8 +100,9 @@ def open_adapter(path: str | Path) -> Adapter:
     try:
         config = parse_json(read_beside(folder / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES))
     except (OSError, DocumentError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise AdapterError(
-            f"{folder} is no adapter: {CONFIG_FILE} cannot be read ({error})",
+            f"{folder} is no adapter: {CONFIG_FILE} cannot be read ({reason})",
             hint="name the folder that PEFT's save_pretrained wrote",
         ) from None
     if not isinstance(config, dict):
@@ -133,7 +134,7 @@ def matrices_of(path: str, parts: Mapping[str, TensorInfo]) -> tuple[TensorInfo,
     is_embedding = "lora_embedding_A" in parts or "lora_embedding_B" in parts
     down, up = (parts.get(f"lora_embedding_{side}" if is_embedding else f"lora_{side}") for side in "AB")
     if down is None or up is None:
-        raise AdapterError(f"{path} has only {', '.join(parts)}")
+        raise AdapterError(f"{path} has only {', '.join(parts)} in the adapter: its other matrix is missing")
     return down, up, is_embedding
 
 
@@ -155,7 +156,7 @@ def weight_of(adapter: Adapter, path: str, shape_of: ShapeOf) -> str:
         raise AdapterError(f"{module}: its matrices fit {' and '.join(found)} alike")
     if leaves:
         raise AdapterError(
-            f"{module} has no weights of all experts in one tensor: add --names transformers where they are apart"
+            f"{module} has no tensor of all experts, which the adapter changes: --names transformers makes one"
         )
     raise AdapterError(f"{path}.weight is missing: the adapter changes it")
 

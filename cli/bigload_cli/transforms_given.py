@@ -31,7 +31,7 @@ def check_once(ctx: typer.Context, options: Iterable[str]) -> None:
     for option in options:
         count = ctx.meta[_OPTIONS].count(option)
         if count > 1:
-            raise OptionError.of(option, f"given {count} times", "it once: it has one value")
+            raise OptionError(f"{option} is given {count} times; expected once: it has one value")
 
 
 def transforms_given(

@@ -95,6 +95,8 @@ USAGE = [
     ("bigload reshard tiny-llama out --offload-format dat", "--offload-format", "layout offload, not for shards"),
     ("bigload reshard tiny-llama out --source tiny-llama", "--source", "the source is a checkpoint itself"),
     ("bigload reshard tiny-llama out --quantize int8 --quantize=fp8-block", "--quantize", "given 2 times"),
+    ("bigload reshard tiny-llama out --lora-scale 2", "--lora-scale is given 1 time, --lora 0 times"),
+    ("bigload reshard tiny.json out --add-prefix x.", "the plan counts tensors as they are stored", "then plan that"),
     ("bigload reshard tiny-llama out --dtype int9", "--dtype", "int9"),
     ("bigload reshard tiny-llama out --dtype int8", "--dtype", "floating-point"),
     ("bigload reshard tiny-llama out --dtype fp8", "--dtype", "8 bits need scales"),

@@ -235,8 +235,10 @@ def _known_family(checkpoint: Checkpoint, names: _Names, version: str) -> _VllmF
         )
     if config.get("quantization_config"):
         raise PartitionError(
-            f"weights of {checkpoint.name} are to be quantised ones, and vLLM's form of them is not known here",
-            hint="serve the quantised folder as it is, which vLLM divides while it loads; or add --dequantize bf16",
+            f"--layout vllm cannot write {checkpoint.name} with quantised weights: their form in vLLM depends on the "
+            "kernels of the device",
+            hint="write quantised weights without --layout vllm: vLLM divides such a folder while it loads; for this "
+            "layout leave --quantize out, or add --dequantize bf16",
         )
     family = _VllmFamily(**names.families[found])
     problems = list(_problems(checkpoint, family, names))

@@ -198,9 +198,10 @@ def _check_planned_forms(checkpoint: Checkpoint, found: TensorsToWrite) -> None:
     before, after = forms_of(checkpoint.tensors), forms_of(found.checkpoint.tensors)
     changed = next((name for name in {**before, **after} if before.get(name) != after.get(name)), None)
     if changed is not None:
-        hint = "write the changed checkpoint first, then make a plan of it and reshard by that"
-        expected = f"one that keeps the names and forms that the plan counted: {changed} is not what it was"
-        raise OptionError.of("transforms", "given with a plan", expected, hint=hint)
+        raise OptionError(
+            f"the plan counts tensors as they are stored, and a transform changes {changed}",
+            hint="write the changed checkpoint first, then plan that and reshard by its plan",
+        )
 
 
 def _config_document(

@@ -64,11 +64,13 @@ def partition(checkpoint: Checkpoint, *, tp: int, rules: Mapping[str, str] | Non
         if layer.style.side is Side.IN or layer.style.side is Side.EXPERTS:
             summed.extend(alike.names)
     if problems:
-        example = generic_name(next(iter(problems.values()))[0])
+        whole = f'rules that keep such layers whole: "{generic_name(next(iter(problems.values()))[0])}" = "replicate"'
+        is_quantised = bool((checkpoint.config or {}).get("quantization_config"))
+        other = "divide plain weights (--dequantize bf16)" if is_quantised else "choose another number of ranks"
         raise PartitionError(
             f"{checkpoint.name} does not divide among {counted(tp, 'rank')}",
             details=[f"{what}{_times(names)}: {why}" for (what, why), names in problems.items()],
-            hint=f'choose another number of ranks, or rules that keep such layers whole: "{example}" = "replicate"',
+            hint=f"{other}, or give {whole}",
         )
     notes = tuple(_notes(checkpoint, divisions, tp))
     return Partition(tp=tp, divisions=divisions, summed=tuple(summed), notes=notes)

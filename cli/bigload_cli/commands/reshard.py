@@ -173,6 +173,7 @@ def reshard(
     from bigload.layouts.transforms.lora import MergeLora
     from bigload.layouts.transforms.quantize import Quantize
     from bigload.layouts.transforms.tensor_names import AddPrefix, Drop, Only, Rename
+    from bigload.units import counted
     from bigload_cli.output import AnswerForm, say_shown, say_warnings
     from bigload_cli.progress import shown_progress
     from bigload_cli.views import reshard as view
@@ -181,7 +182,10 @@ def reshard(
     form = AnswerForm(as_json, quiet, color)
     in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)
     if lora_scale and len(lora_scale) != len(lora or ()):
-        raise OptionError.of("--lora-scale", len(lora_scale), "as many as there are --lora, in their order")
+        raise OptionError(
+            f"--lora-scale is given {counted(len(lora_scale), 'time')}, --lora {counted(len(lora or ()), 'time')}; "
+            "expected a scale for each --lora, in their order"
+        )
     check_once(ctx, ("--layout", "--dtype", "--names", "--dequantize", "--quantize", "--base"))
     check_beside("--quantize", quantize, {"--keep-plain": keep_plain, "--quantize-also": quantize_also})
     scales = iter(lora_scale or [1.0] * len(lora or ()))

@@ -179,10 +179,10 @@ def _checked(report: ReshardReport) -> str:
     if report.verify is Verify.SIZE:
         return "every file has its size, nothing was read back (--verify size)"
     tensors = [tensor for output in report.output.files for tensor in output.tensors]
+    if any(tensor.is_computed for tensor in tensors):
+        return "every byte read back and equal to the source, or to what was computed"
     if any(tensor.is_cast for tensor in tensors):
         return "every byte read back and equal to the source, cast"
-    if any(tensor.is_computed for file in report.output.files for tensor in file.tensors):
-        return "every byte read back and equal to the source, or to what was computed"
     return "every byte read back and equal to the source"
 
 

@@ -138,7 +138,7 @@ def test_experts_in_one_tensor(base, tmp_path, is_turned):
         (
             {"model.experts.lora_A.weight": _values(6, 9), "model.experts.lora_B.weight": _values(10, 6)},
             {"target_parameters": ["experts.up"]},
-            ["model.experts has no weights of all experts in one tensor"],
+            ["model.experts has no tensor of all experts"],
         ),
         ({"model.q_proj.lora_B.bias": _values(96), **_matrices("model.mlp.down_proj")}, {}, ["model.q_proj has only"]),
         (
