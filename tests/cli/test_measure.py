@@ -56,7 +56,7 @@ def test_the_profile_is_shown_and_kept(run, measured, cache, tmp_path):
     assert done.code == 0
     assert done.stdout == f"A CPU, 8 threads\n\n{figures(PROFILE).as_text()}"
     (kept,) = (tmp_path / "cache/bigload/profiles").iterdir()
-    assert done.stderr == f"a file to read\nnote: {NOTE}\nWrote {kept}.\n"
+    assert done.stderr == f"measuring: a file to read\nnote: {NOTE}\nWrote {kept}.\n"
     assert MachineProfile.from_json(kept.read_text()) == PROFILE
     assert measured == [(".", measure.FULL)]
 

@@ -47,8 +47,8 @@ def measure(
     from bigload_cli.views import measure as view
 
     on_stdout = check_results([out], made_by=SCHEMA, as_json=as_json and not is_stdout(out))
-    with output.status_line(quiet=quiet) as on_run:
-        found = measure_machine(path, effort=QUICK if quick else FULL, on_run=on_run)
+    with output.status_line(quiet=quiet) as show:
+        found = measure_machine(path, effort=QUICK if quick else FULL, on_run=lambda what: show(f"measuring: {what}"))
     is_kept = keep or not found.is_disturbed
     kept = keep_profile(path, found.profile) if is_kept else None
     text = found.profile.to_json()

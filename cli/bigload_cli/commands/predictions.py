@@ -87,8 +87,8 @@ def _of_this_machine(path: str, *, measure: bool, quiet: bool) -> MachineProfile
         from bigload.plain_text import printable
         from bigload_cli import output
 
-        with output.status_line(quiet=quiet) as on_run:
-            found = measure_machine(path, on_run=on_run)
+        with output.status_line(quiet=quiet) as show:
+            found = measure_machine(path, on_run=lambda what: show(f"measuring: {what}"))
         if not found.is_disturbed:
             keep_profile(path, found.profile)
         for note in found.notes:
