@@ -44,18 +44,23 @@ class Prompt(NamedTuple):
 def read_prompts(lines: Iterable[str], *, source: str) -> list[Prompt]:
     """Return the prompts in JSON lines such as `{"id": 1, "prompt": "..."}` or `{"messages": [...]}`.
 
-    Empty lines are passed over, and keys that are not known.
+    Empty lines are passed over, and keys that are not known. All lines that are no prompts are named at once.
     """
-    found = []
+    found, problems = [], []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 found.append(_prompt(json.loads(line), number))
             except (ValueError, RecursionError) as error:
-                raise OptionError(
-                    f"line {number} of {source} is no prompt: {error}",
-                    hint='a line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
-                ) from None
+                problems.append((number, str(error)))
+    if problems:
+        number, reason = problems[0]
+        others = [f"line {other} is none: {why}" for other, why in problems[1:]]
+        raise OptionError(
+            f"line {number} of {source} is no prompt: {reason}",
+            details=others,
+            hint='a line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
+        )
     if not found:
         raise OptionError(f"{source} has no prompts", hint='a line of it is {"prompt": "..."}')
     return found

@@ -179,6 +179,12 @@ def test_a_line_that_is_no_prompt_is_named_by_its_number(line):
         read_prompts(['{"prompt": "a"}', line], source="file")
 
 
+def test_all_lines_that_are_no_prompts_are_named():
+    with pytest.raises(OptionError, match="line 1 of file is no prompt") as refused:
+        read_prompts(["{}", '{"prompt": "a"}', "", "no json"], source="file")
+    assert [detail.partition(" is none")[0] for detail in refused.value.details] == ["line 4"]
+
+
 def test_a_file_without_prompts_is_refused():
     with pytest.raises(OptionError, match="has no prompts"):
         read_prompts(["", " "], source="file")
