@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -280,13 +280,11 @@ def _put(model: nn.Module, name: str, value: torch.Tensor) -> None:
 def _loading_info(*, missing: Iterable[str], unexpected: Iterable[str] = ()) -> Any:  # noqa: ANN401
     from transformers.utils.loading_report import LoadStateDictInfo
 
-    found: dict[str, Any] = {
-        "missing_keys": set(missing),
-        "unexpected_keys": set(unexpected),
-        "mismatched_keys": set(),
-        "error_msgs": [],
-        "conversion_errors": {},
-        "skipped_pp_keys": set(),
-    }
-    known = {field.name for field in fields(LoadStateDictInfo)}  # 5.15 has no skipped_pp_keys
-    return LoadStateDictInfo(**{name: value for name, value in found.items() if name in known})
+    return LoadStateDictInfo(
+        missing_keys=set(missing),
+        unexpected_keys=set(unexpected),
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )

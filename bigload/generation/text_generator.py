@@ -192,7 +192,7 @@ class TextGenerator:
             is_exact = cache.get_seq_length() == len(held)
             if is_exact and num_equal == len(held):
                 return cache, num_equal
-            if is_exact and num_equal and getattr(cache, "is_croppable", False):
+            if is_exact and num_equal and cache.is_croppable:
                 cache.crop(num_equal - len(held))
                 return cache, num_equal
         transformers = import_module("transformers")

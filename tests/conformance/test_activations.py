@@ -8,6 +8,7 @@ kernels take no keys that are wider than values, latent attention stores scores.
 import inspect
 import weakref
 
+import model_types
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -148,6 +149,8 @@ RECURRENT = {
 AT_LEAST = 0.95
 AT_MOST = {**dict.fromkeys(DENSE, 1.3), **dict.fromkeys(SPARSE, 1.5), **dict.fromkeys(RECURRENT, 1.3)}
 """Experts are counted with weights in 32 bits, which only some routers make."""
+if model_types.release(transformers) < (5, 20):
+    AT_MOST["t5"] = 1.4  # it holds less there
 
 CASES = {**DENSE, **SPARSE, **RECURRENT}
 QUICK = ("llama", "mixtral", "deepseek_v3", "gpt2", "gemma3_text", "gpt_oss", "falcon_h1", "t5")

@@ -1,7 +1,9 @@
 """Tokenizers in written GGUF files give transformers, gguf-py and llama.cpp the tokens of the folder's tokenizer."""
 
+import importlib.metadata
 import json
 
+import model_types
 import pytest
 import torch
 
@@ -124,6 +126,12 @@ def texts_for(name):
     return [text for text in TEXTS if name != "default" or "<" not in text]
 
 
+reads_right = pytest.mark.skipif(
+    model_types.release(transformers) < (5, 23), reason="transformers before 5.23 misreads tokenizers of GGUF files"
+)
+
+
+@reads_right
 def test_transformers_reads_the_tokenizer_from_the_file(case):
     name, folder, alone = case
     expected = transformers.AutoTokenizer.from_pretrained(folder)
@@ -154,6 +162,7 @@ def test_the_package_reads_the_keys_that_it_would_write(case):
         assert fields["tokenizer.ggml.merges"].contents() == special.merges
 
 
+@reads_right
 def test_a_reshard_of_the_file_alone_writes_the_tokenizer(case, tmp_path):
     name, folder, alone = case
     report = bigload.reshard(alone / "model.gguf", tmp_path / "back", dtype="bf16")
@@ -164,6 +173,17 @@ def test_a_reshard_of_the_file_alone_writes_the_tokenizer(case, tmp_path):
     for text in texts_for(name):
         assert found(text).input_ids == expected(text).input_ids
     assert found.chat_template == expected.chat_template
+
+
+def test_a_transformers_that_misreads_tokenizers_is_not_asked(case, tmp_path, monkeypatch):
+    _, _, alone = case
+    version = importlib.metadata.version
+    old = {"transformers": "5.22.2"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: old.get(package) or version(package))
+    report = bigload.reshard(alone / "model.gguf", tmp_path / "back", dtype="bf16")
+    (note,) = [note for note in report.output.notes if note.startswith("the tokenizer stays in the GGUF file")]
+    assert "transformers 5.22.2 reads other tokens from some files, 5.23 does not" in note
+    assert "tokenizer.json" not in report.output.documents
 
 
 def test_llama_cpp_finds_the_tokens_of_a_unigram_model(tmp_path):

@@ -65,7 +65,7 @@ RESNET |= {"layer_type": "basic", "out_features": ["stage1", "stage2", "stage3",
 DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": RESNET}
 DETR |= {"encoder_attention_heads": 8, "decoder_attention_heads": 8, "num_attention_heads": 8}
 SWIN = {"embed_dim": 24, "depths": [1, 1, 1, 1], "out_features": ["stage1", "stage2", "stage3", "stage4"]}
-SINCE = {"inkling2_text": (5, 23)}
+SINCE = {"inkling2_text": (5, 23), "internlm3": (5, 23), "iquestcoder": (5, 23)}
 """Releases of transformers that are the first with a type, where bigload takes older ones too."""
 OVERRIDES = {
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
@@ -264,10 +264,15 @@ def release(transformers):
     return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
-def class_of(transformers, model_type):
-    """Return the class of the type that people load: for text if there is one, else the base. A class has its name."""
+def need(transformers, model_type):
+    """Skip a test of a type that came with a later release."""
     if release(transformers) < SINCE.get(model_type, (0, 0)):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+
+
+def class_of(transformers, model_type):
+    """Return the class of the type that people load: for text if there is one, else the base. A class has its name."""
+    need(transformers, model_type)
     if model_type[0].isupper():
         return getattr(transformers, model_type)
     from transformers.models.auto import modeling_auto

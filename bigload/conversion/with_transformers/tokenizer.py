@@ -8,6 +8,9 @@ from tempfile import TemporaryDirectory
 
 from bigload.errors import install_command
 
+_LEAST_TRANSFORMERS = (5, 23)
+"""Older ones split words into other tokens: those of Llama 3 and Tekken, which ignore merges, and of SentencePiece."""
+
 
 class TokenizerUnreadError(Exception):
     """There are no files for the tokenizer; the text says why."""
@@ -17,11 +20,17 @@ def tokenizer_files(gguf: Path) -> dict[str, bytes]:
     """Return tokenizer.json and what belongs to it, by name, for the tokenizer in the local file `gguf`.
 
     Raises:
-        TokenizerUnreadError: transformers is not installed, or does not read it.
+        TokenizerUnreadError: transformers is not installed, is one that misreads tokenizers, or does not read it.
     """
+    from importlib import metadata  # which imports zipfile and more
+
     missing = next((package for package in ("transformers", "gguf") if find_spec(package) is None), None)
     if missing is not None:
         raise TokenizerUnreadError(f"{missing} is not installed ({install_command('gguf')})")
+    version = metadata.version("transformers")
+    if tuple(int(number) for number in version.split(".")[:2]) < _LEAST_TRANSFORMERS:
+        least = ".".join(map(str, _LEAST_TRANSFORMERS))
+        raise TokenizerUnreadError(f"transformers {version} reads other tokens from some files, {least} does not")
     with TemporaryDirectory() as folder:
         link, out = Path(folder, "model.gguf"), Path(folder, "out")
         link.symlink_to(gguf.absolute())  # alone: transformers would prefer what lies beside it, code included
