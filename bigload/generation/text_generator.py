@@ -196,7 +196,13 @@ class TextGenerator:
                 cache.crop(num_equal - len(held))
                 return cache, num_equal
         transformers = import_module("transformers")
-        return transformers.DynamicCache(config=self._planned.maker.config.get_text_config(decoder=True)), 0
+        fresh = transformers.DynamicCache(config=self._planned.maker.config.get_text_config(decoder=True))
+        try:
+            fresh.get_seq_length()
+        except ValueError:  # it has states and no positions, as Mamba's, whose argument has that name too in 5.24
+            self._keeps_cache = False
+            return None, 0
+        return fresh, 0
 
     @contextmanager
     def _measured(self, prompt_tokens: int, stream: _TokenStream) -> Iterator[Callable[[], _Forwards]]:
