@@ -7,6 +7,9 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 
 @contextmanager
@@ -18,16 +21,30 @@ def silent_libraries() -> Iterator[None]:
     if os.environ.get("BIGLOAD_DEBUG") == "1":
         yield
         return
-    before, bars = logging.root.manager.disable, os.environ.get("TQDM_DISABLE")
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_bars():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
-        if bars is None:
-            del os.environ["TQDM_DISABLE"]
-        else:
-            os.environ["TQDM_DISABLE"] = bars
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Disable bars of tqdm, also those that are asked for with `disable=False`, which no variable disables."""
+    if find_spec("tqdm") is None:
+        yield
+        return
+    tqdm: Any = import_module("tqdm").tqdm
+    begin = tqdm.__init__
+
+    def disabled(bar: object, *arguments: object, **given: object) -> None:
+        begin(bar, *arguments, **{**given, "disable": True})
+
+    tqdm.__init__ = disabled
+    try:
+        yield
+    finally:
+        tqdm.__init__ = begin

@@ -95,7 +95,10 @@ class Dequantize:
                 checkpoint.path, [Problem(code="bad-scale", file=checkpoint.name, text=text) for text in problems]
             )
         if not made:
-            raise OptionError.of("dequantize", self.dtype.name, "a quantised checkpoint: no weights of this one are")
+            known = "a quantised checkpoint: no weights of this one are"
+            if method is not None:
+                known = f"weights in forms that it knows: those of {method.method} are not among them"
+            raise OptionError.of("dequantize", self.dtype.name, known)
         left = [name for name, each in tensors.items() if _is_quantised(name, each.dtype) and name not in made]
         left = [name for name in left if name not in replaced and name.rpartition(".")[2] not in _BESIDE]
         if left:  # without quantization_config, readers would take their numbers for the weights

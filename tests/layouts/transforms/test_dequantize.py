@@ -28,6 +28,12 @@ def _undone(source, out, dtype="F32", **options):
     return bigload.load(out), report
 
 
+def test_a_form_that_is_not_known_is_named(tmp_path):
+    source = _saved(tmp_path / "in", {"a.weight": torch.ones(4, 4)}, {"quant_method": "torchao"})
+    with pytest.raises(OptionError, match="those of torchao are not among them"):
+        bigload.reshard(source, tmp_path / "out", transforms=[Dequantize()])
+
+
 def _float8(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
 
