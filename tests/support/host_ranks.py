@@ -115,7 +115,7 @@ def main() -> None:
 
     from bigload.distributed import connections
 
-    connections.SILENCE_SECONDS = SILENCE_SECONDS
+    connections.SILENCE_SECONDS = int(os.environ.get("SILENCE_SECONDS", SILENCE_SECONDS))
     file, name, is_joined, arguments = sys.argv[1:]
     spec = importlib.util.spec_from_file_location("on_hosts", file)
     module = importlib.util.module_from_spec(spec)
