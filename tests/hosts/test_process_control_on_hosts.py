@@ -136,6 +136,8 @@ def test_a_host_that_is_gone_is_noticed_by_those_who_wait_for_it(make_hosts, wha
 def answers_late():
     state = bigload.PartialState()
     state.wait_for_everyone()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     with state.main_process_first():
         if state.is_main_process:
             time.sleep(3 * SILENCE_SECONDS)  # longer than a host may be silent: its kernel answers meanwhile
@@ -150,7 +152,7 @@ def test_a_process_that_computes_for_long_is_not_taken_for_gone(make_hosts):
 def test_a_link_that_comes_back_loses_nothing(make_hosts):
     hosts = make_hosts(2)
     long = str(10 * SILENCE_SECONDS)  # to pull the plug and put it back takes seconds on a busy machine
-    processes = launched(hosts, *rank_command(waits, "first", 1), LOCAL_RANK="0", SILENCE_SECONDS=long)
+    processes = launched(hosts, *rank_command(answers_late), LOCAL_RANK="0", SILENCE_SECONDS=long)
     assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
     hosts[1].unplug()
     time.sleep(SILENCE_SECONDS)
