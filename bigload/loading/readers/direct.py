@@ -164,7 +164,8 @@ class CacheFirstReader:
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`."""
         stop = offset + sum(buffer.nbytes for buffer in buffers)
-        source = self._through if self._is_cached(offset, stop) else self._past
+        pages = cached_pages(self._through.descriptor, offset, stop)
+        source = self._through if self._is_cached(offset, stop, pages) else self._past
         source.read_into(buffers, offset)
 
     @contextmanager
@@ -172,8 +173,12 @@ class CacheFirstReader:
         """Lend bytes `start` to `stop`, not to be written to: in the page cache itself, or as a `DirectReader` does.
 
         Raises ReadError if the file has not all of them. One that is cut short while they are lent ends the process.
+
+        Where all of them are cached, whoever reads them enters them into the page table: one fault enters 16 pages, and
+        populating beforehand, which visits each page, takes half as long as comparing does.
         """
-        if not self._is_cached(start, stop):
+        pages = cached_pages(self._through.descriptor, start, stop)
+        if not self._is_cached(start, stop, pages):
             with self._past.viewed(start, stop) as view:
                 yield view
             return
@@ -182,7 +187,10 @@ class CacheFirstReader:
         mapped = len(self._map.buffer)
         if mapped < stop:
             raise ended_early(self._path, mapped, missing=stop - mapped)
-        self._map.populate(start, stop)
+        if pages is not None and pages >= -(-stop // mmap.PAGESIZE) - start // mmap.PAGESIZE:
+            self._map.check_size(stop)
+        else:
+            self._map.populate(start, stop)  # what a fault has to read, and cannot, would end the process
         try:
             yield self._map.buffer[start:stop]
         finally:
@@ -192,8 +200,8 @@ class CacheFirstReader:
         """Close the file."""
         self._opened.close()
 
-    def _is_cached(self, start: int, stop: int) -> bool:
-        pages = cached_pages(self._through.descriptor, start, stop)
+    def _is_cached(self, start: int, stop: int, pages: int | None) -> bool:
+        """Return whether at least half is, of which `cached_pages` has said `pages`."""
         if pages is not None:
             return 2 * pages * mmap.PAGESIZE >= stop - start
         asked = [(start, stop)]

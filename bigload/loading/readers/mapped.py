@@ -48,7 +48,7 @@ class MappedFile(OpenFile):
         try:
             size = os.fstat(self.descriptor).st_size
             self._num_bytes = size if num_bytes is None else num_bytes
-            self._check_size(self._num_bytes)
+            self.check_size(self._num_bytes)
             self._buffer: memoryview | None = memoryview(self._map()).cast("B") if self._num_bytes else _NO_BYTES
         except BaseException:
             self.close()
@@ -71,11 +71,20 @@ class MappedFile(OpenFile):
             return
         with self._recorder.span(Phase.FAULT, num_bytes=stop - start, file=self.path.name):
             reason = populate_pages(self.buffer, begin, stop)
-        self._check_size(stop)  # also without an error: a file cut short within a page reads as zeros up to its end
+        self.check_size(stop)  # also without an error: a file cut short within a page reads as zeros up to its end
         if reason == errno.ENOMEM:
             raise no_memory(f"the map of {self.path}", stop - start)
         if reason:
             raise ReadError(self.path, f"the disk did not give all of bytes {start} to {stop} ({os.strerror(reason)})")
+
+    def check_size(self, stop: int) -> None:
+        """Raise ReadError if the file now ends before byte `stop`."""
+        try:
+            size = (self.path.stat() if self.descriptor < 0 else os.fstat(self.descriptor)).st_size
+        except OSError as error:
+            raise ReadError(self.path, error) from error
+        if size < stop:
+            raise ended_early(self.path, size, missing=stop - size)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all of `buffers`; see `ByteSource`.
@@ -98,14 +107,6 @@ class MappedFile(OpenFile):
         """Close the file and drop the map, which lives as long as a view of `buffer`."""
         self._buffer = None
         super().close()
-
-    def _check_size(self, stop: int) -> None:
-        try:
-            size = (self.path.stat() if self.descriptor < 0 else os.fstat(self.descriptor)).st_size
-        except OSError as error:
-            raise ReadError(self.path, error) from error
-        if size < stop:
-            raise ended_early(self.path, size, missing=stop - size)
 
     def _map(self) -> ctypes.Array[ctypes.c_char]:
         # Without the reservation that a writable private map otherwise gets, a file may be larger than the memory.
