@@ -147,9 +147,10 @@ def cast_into(values: torch.Tensor, target: torch.Tensor, blocks: Blocks, *, cou
     for stored, part in _steps(values, target):
         source = stored
         if scratch is not None:
-            source = scratch[: stored.numel()].view(stored.shape).copy_(stored)
+            source = scratch if stored.shape == scratch.shape else scratch[: stored.numel()].view(stored.shape)
+            source.copy_(stored)
         part.copy_(source)
-        if edge is not None and _may_be_beyond(part, blocks):
+        if edge is not None:
             beyond += _num_beyond(source, edge)
     return beyond
 
@@ -168,7 +169,7 @@ def _parts(values: torch.Tensor, target: torch.Tensor, most: int) -> Iterator[tu
     if values.numel() <= most:
         return iter([(values, target)])
     if values.is_contiguous() and target.is_contiguous():
-        flat = (torch.split(each.view(-1), most) for each in (values, target))
+        flat = (torch.unsafe_split(each.view(-1), most) for each in (values, target))  # without a step in Python
         return zip(*flat, strict=True)
     dim = max(range(values.dim()), key=lambda dim: values.shape[dim])
     size = -(-values.shape[dim] // 2)
@@ -185,16 +186,6 @@ def _edge(stored: torch.dtype, wanted: torch.dtype) -> float | None:
         return None
     _, exponent = math.frexp(limit.max)
     return limit.max + math.ldexp(limit.eps, exponent - 1) / 2  # half a step on
-
-
-def _may_be_beyond(written: torch.Tensor, blocks: Blocks) -> bool:
-    """Return whether any of what was written may be a finite value no longer: of 16 bits, whether one is infinite."""
-    if written.itemsize != 2 or written.numel() == 0:
-        return True
-    infinite = int(torch.tensor(torch.inf, dtype=written.dtype).view(torch.int16))
-    sizes = block_of(blocks, "sizes", 2 * written.numel())[1][: 2 * written.numel()].view(torch.int16)
-    # Without their signs, floats have the order of their bits; several times as fast as to compare them.
-    return int(torch.bitwise_and(written.view(torch.int16), 0x7FFF, out=sizes.view(written.shape)).amax()) >= infinite
 
 
 def _num_beyond(values: torch.Tensor, edge: float) -> int:
