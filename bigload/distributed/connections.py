@@ -35,8 +35,10 @@ def keep_alive() -> None:
 
 
 def _keep_alive(descriptor: int) -> None:
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6)
+    # Of SOCK_NONBLOCK, it is left as it is, which it shares with its owner; `socket.setdefaulttimeout` would change it.
+    with socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=os.dup(descriptor)) as connection:
+        is_stream = connection.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
+        is_tcp = is_stream and connection.family in (socket.AF_INET, socket.AF_INET6)
         if not is_tcp or connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
             return
         connection.getpeername()  # raises unless it is connected
