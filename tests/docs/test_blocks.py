@@ -32,7 +32,7 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.planning.options import PlanKeywords
 from bigload_cli.app import main as bigload_main
 from bigload_cli.verbs import VERBS
-from make import load_recipe, make
+from make import load_recipe, make, write_tokenizer
 from make import main as make_main
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,24 @@ CHECKPOINTS = {
 """Folders that blocks find: name, recipe of fixtures/, data. Of sparse ones only headers are read."""
 
 BLOCK = re.compile(r"(?:^<!-- (needs|not run:) (.+?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NOT_OURS = {"cd", "cp", "curl", "echo", "git", "hf", "jq", "man", "mkdir", "mkdocs", "python", "ssh", "vllm", "xxhsum"}
+NOT_OURS = {
+    "cd",
+    "cp",
+    "curl",
+    "echo",
+    "git",
+    "hf",
+    "jq",
+    "man",
+    "mkdir",
+    "mkdocs",
+    "python",
+    "python3",
+    "source",
+    "ssh",
+    "vllm",
+    "xxhsum",
+}
 """Programs whose arguments nobody checks here."""
 
 
@@ -87,6 +104,7 @@ def stock(tmp_path_factory):
     place = tmp_path_factory.mktemp("stock")
     for name, (recipe, data) in CHECKPOINTS.items():
         make(load_recipe(recipe), place / name, data=data)
+    write_tokenizer(load_recipe("tiny-llama"), place / "model")
     return place
 
 
