@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 FEW = ["llama", "mixtral", "bert", "t5", "deepseek_v3", "imagegpt"]
 OTHERS = sorted({*model_types.NAMES} - {*FEW, "JevForDecision"})
-"""Without the class whose own `from_pretrained` fails with `output_loading_info` in transformers 5.23."""
+"""Without the class whose own `from_pretrained` fails with `output_loading_info` in transformers 5.24."""
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ CASES = {
 """Options of each class, and types that a file of it is read from."""
 
 NOT_IN_TRANSFORMERS = {"qwen3", "mixtral", "qwen3_moe", "gpt_oss"}
-"""transformers 5.23 does not take head sizes and experts of these from the file, and builds another model."""
+"""transformers 5.24 does not take head sizes and experts of these from the file, and builds another model."""
 
 
 @pytest.mark.parametrize(

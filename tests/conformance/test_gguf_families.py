@@ -183,7 +183,7 @@ READ_BY_TRANSFORMERS = {
     *("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "starcoder2", "stablelm", "nemotron"),
     *("bloom", "falcon", "mamba", "lfm2", "t5 with a gate", "umt5", "minimax_m2"),
 }
-"""transformers 5.23 has tables of more, but builds another model of the file (head sizes, experts), or none."""
+"""transformers 5.24 has tables of more, but builds another model of the file (head sizes, experts), or none."""
 
 
 def saved(case, folder):

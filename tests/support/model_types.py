@@ -65,7 +65,13 @@ RESNET |= {"layer_type": "basic", "out_features": ["stage1", "stage2", "stage3",
 DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": RESNET}
 DETR |= {"encoder_attention_heads": 8, "decoder_attention_heads": 8, "num_attention_heads": 8}
 SWIN = {"embed_dim": 24, "depths": [1, 1, 1, 1], "out_features": ["stage1", "stage2", "stage3", "stage4"]}
-SINCE = {"inkling2_text": (5, 23), "internlm3": (5, 23), "iquestcoder": (5, 23)}
+SINCE = {
+    **dict.fromkeys(("inkling2_text", "internlm3", "iquestcoder"), (5, 23)),
+    **dict.fromkeys(("apertus1p5_text", "dory", "exaone", "hy_v4_vl_text", "inkling2_loop_text", "lara_mini"), (5, 24)),
+    **dict.fromkeys(("sarvam_mla", "sarvam_moe", "WavTokenizerModel"), (5, 24)),
+    **dict.fromkeys(("HYV4VLForConditionalGeneration", "Inkling2LoopForConditionalGeneration"), (5, 24)),
+    **dict.fromkeys(("OmniASRForConditionalGeneration", "OmniASRForCTC"), (5, 24)),
+}
 """Releases of transformers that are the first with a type, where bigload takes older ones too."""
 OVERRIDES = {
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
@@ -104,8 +110,10 @@ OVERRIDES = {
         "flow_head_config": {"condition_dim": 32, "hidden_size": 32, "num_hidden_layers": 1},
     },
     "hunyuan_v1_moe": HEAD,
+    "hy_v4_vl_text": ROPE,
     "hunyuan_vl_text": HEAD,
     "inkling2_text": {"unpadded_vocab_size": VOCABULARY - 6},
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCABULARY - 6},
     "inkling2_vision": {"text_hidden_size": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "maskformer": {"backbone_config": {"model_type": "swin", **SWIN}, "decoder_config": {"model_type": "detr", **DETR}},
@@ -155,6 +163,7 @@ OVERRIDES = {
     "qwen3_next": LINEAR,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"is_decoder": True, "axial_pos_shape": [2, 32], "axial_pos_embds_dim": [16, 16]},
+    "wavtokenizer": {"codebook_dim": 32},
     "zaya": {"num_experts_per_tok": 1},
     "xlnet": {"max_position_embeddings": None},
 }
@@ -162,27 +171,28 @@ OVERRIDES = {
 
 
 TEXT_AND_PARTS = """
-    afmoe aimv2_vision_model albert apertus arcee aria_text bamba bart beam beit bert bert-generation big_bird
-    bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert canine chinese_clip_vision_model
+    afmoe aimv2_vision_model albert apertus apertus1p5_text arcee aria_text bamba bart beam beit bert bert-generation
+    big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert canine chinese_clip_vision_model
     clip_text_model clip_vision_model cohere cohere2 cohere2_moe convbert cpmant ctrl cwm data2vec-audio data2vec-text
     data2vec-vision deberta deberta-v2 deepseek_v3 deepseek_v32 deepseek_v4 deit diffllama dinov2 dinov2_with_registers
-    dinov3_vit distilbert doge dpr dpt electra ernie ernie4_5 ernie4_5_moe eurobert exaone4 exaone_moe falcon falcon_h1
-    falcon_mamba fastspeech2_conformer flaubert flava flex_olmo flint fnet focalnet fsmt gemma gemma2 gemma3_text
-    gemma3n_text gemma4_audio git glm glm4 glm4_moe glm4_moe_lite glm5_next_text glmasr_encoder gpt-sw3 gpt2 gpt_bigcode
-    gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_docling_text granite_swa granitemoe granitemoe_swa
-    granitemoeshared gte helium hiera higgs_audio_v2 hrm_text hubert hy_v3 hy_v4 hyperclovax ibert ijepa imagegpt
-    inkling2_text inkling_text internlm3 internvl_vision iquestcoder jais2 jamba jetmoe jina_embeddings_v3 kolibri1
-    kosmos-2.5 laguna layoutlm led lfm2 llama llama4_text longformer longt5 luke m2m_100 mamba mamba2 marian markuplm
-    mbart megatron-bert mellum mgp-str mimo_v2_flash minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral3
-    mistral mixtral mlcd mlcd_vision_model mllama mobilebert mobilenet_v1 mobilenet_v2 mobilevit modernbert
-    modernbert-decoder molmo2_text moonshine moss_transcribe_diarize_audio mpnet mpt mra mt5 muse_glimmer_text
-    muse_spark_text mvp nanochat nemotron_h nllb-moe nomic_bert nystromformer olmo olmo2 olmo3 olmo_hybrid olmoe
-    openai-gpt openai_privacy_filter opt pegasus pegasus_x persimmon phi phi3 phimoe pixio pixtral plbart prophetnet
-    pvt_v2 qianfan_ocr_vision qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_audio_encoder qwen2_moe qwen2_vl qwen2_vl_text
-    qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text radio
-    recurrent_gemma reformer rembert roberta roberta-prelayernorm roformer rwkv sam3_vit_model sam_hq_vision_model
-    sam_vision_model sapiens2 seamless_m4t seamless_m4t_v2 seed_oss sew sew-d siglip_vision_model smollm3 solar_open
-    splinter squeezebert stablelm starcoder2 swiftformer switch_transformers t5 t5gemma tapas tipsv2 tipsv2_text_model
+    dinov3_vit distilbert doge dory dpr dpt electra ernie ernie4_5 ernie4_5_moe eurobert exaone exaone4 exaone_moe
+    falcon falcon_h1 falcon_mamba fastspeech2_conformer flaubert flava flex_olmo flint fnet focalnet fsmt gemma gemma2
+    gemma3_text gemma3n_text gemma4_audio git glm glm4 glm4_moe glm4_moe_lite glm5_next_text glmasr_encoder gpt-sw3 gpt2
+    gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_docling_text granite_swa granitemoe
+    granitemoe_swa granitemoeshared gte helium hiera higgs_audio_v2 hrm_text hubert hy_v3 hy_v4 hy_v4_vl_text
+    hyperclovax ibert ijepa imagegpt inkling2_loop_text inkling2_text inkling_text internlm3 internvl_vision iquestcoder
+    jais2 jamba jetmoe jina_embeddings_v3 kolibri1 kosmos-2.5 laguna lara_mini layoutlm led lfm2 llama llama4_text
+    longformer longt5 luke m2m_100 mamba mamba2 marian markuplm mbart megatron-bert mellum mgp-str mimo_v2_flash minimax
+    minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral3 mistral mixtral mlcd mlcd_vision_model mllama mobilebert
+    mobilenet_v1 mobilenet_v2 mobilevit modernbert modernbert-decoder molmo2_text moonshine
+    moss_transcribe_diarize_audio mpnet mpt mra mt5 muse_glimmer_text muse_spark_text mvp nanochat nemotron_h nllb-moe
+    nomic_bert nystromformer olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt openai_privacy_filter opt pegasus pegasus_x
+    persimmon phi phi3 phimoe pixio pixtral plbart prophetnet pvt_v2 qianfan_ocr_vision qwen2 qwen2_5_vl qwen2_5_vl_text
+    qwen2_audio_encoder qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+    qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text radio recurrent_gemma reformer rembert roberta
+    roberta-prelayernorm roformer rwkv sam3_vit_model sam_hq_vision_model sam_vision_model sapiens2 sarvam_mla
+    sarvam_moe seamless_m4t seamless_m4t_v2 seed_oss sew sew-d siglip_vision_model smollm3 solar_open splinter
+    squeezebert stablelm starcoder2 swiftformer switch_transformers t5 t5gemma tapas tipsv2 tipsv2_text_model
     tipsv2_vision_model trocr ultrabert umt5 unispeech unispeech-sat vaultgemma visual_bert vit vit_mae vit_msn vitdet
     voxtral_encoder voxtral_realtime_encoder wav2vec2 wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta
     xlm-roberta-xl xlnet yolos yoso zaya
@@ -201,30 +211,32 @@ WHOLE_MODELS = """
     GlmMoeDsaForCausalLM GotOcr2ForConditionalGeneration GradiumPhononTTSModel GraniteMoeHybridForCausalLM
     GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration GroundingDinoModel
     HunYuanMoEV1ForCausalLM HunYuanVLForConditionalGeneration HyperCLOVAXVisionV2ForConditionalGeneration
-    Inkling2ForConditionalGeneration InklingForConditionalGeneration InternVLForConditionalGeneration JevForDecision
-    Kimi_K25ForConditionalGeneration KimiLinearForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration
-    Lfm3ForCausalLM Lfm3VlForConditionalGeneration Lfm3VlVisionModel LlavaForConditionalGeneration
-    LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration
-    LongcatFlashForCausalLM LwDetrModel Mask2FormerModel MaskFormerModel MetaClip2Model MimiEncoderModel MimiModel
-    MiniCPMOcrForConditionalGeneration MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
-    Mistral3ForConditionalGeneration MistralLarge4ForConditionalGeneration MistralLarge4TextModel MLCDVisionModel
-    MllamaForConditionalGeneration MMGroundingDinoModel ModernVBertModel Molmo2ForConditionalGeneration
-    MusicFlamingoForConditionalGeneration NemotronH_Omni_Reasoning_V3 OneFormerModel PaddleOCRVLForConditionalGeneration
-    PaliGemmaForConditionalGeneration PI0ForConditionalGeneration PPDocLayoutV2ForObjectDetection PPDocLayoutV3Model
-    PPDocLayoutV4Model QianfanOCRForConditionalGeneration Qwen2_5_VLForConditionalGeneration
-    Qwen2_5OmniThinkerForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen2VLForConditionalGeneration
-    Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration
-    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen4ExpForCausalLM
-    Qwen4ExpForConditionalGeneration RfDetrForInstanceSegmentation RfDetrForObjectDetection RfDetrModel RTDetrModel
-    RTDetrV2Model Sam3Model Sam3TrackerModel Sam3TrackerVideoModel Sam3VideoModel Sapiens2ForImageMatting
-    Sapiens2ForNormalEstimation Sapiens2ForPointmapEstimation Sapiens2ForPoseEstimation Sapiens2ForSemanticSegmentation
-    SegformerForSemanticSegmentation SegformerModel ShieldGemma2ForImageClassification Siglip2Model Siglip2VisionModel
-    SiglipModel Step3p7ForConditionalGeneration SwinBackbone SwinModel T5Gemma2ForConditionalGeneration TimesFm2_5Model
-    Tipsv2DptForDepthEstimation Tipsv2DptForNormalEstimation Tipsv2DptForSemanticSegmentation Tipsv2VisionBackbone
-    UltrabertForQuestionAnswering UltrabertForSequenceClassification UltrabertForTokenClassification
-    UltraVBertForMaskedLM UltraVBertModel UnlimitedOcrForConditionalGeneration VibeVoiceAsrForConditionalGeneration
-    VideoLlavaForConditionalGeneration VideoMAEModel VipLlavaForConditionalGeneration ViTMAEForPreTraining
-    ViTMSNForImageClassification VivitModel VoxtralForConditionalGeneration VoxtralRealtimeForConditionalGeneration
+    HYV4VLForConditionalGeneration Inkling2ForConditionalGeneration Inkling2LoopForConditionalGeneration
+    InklingForConditionalGeneration InternVLForConditionalGeneration JevForDecision Kimi_K25ForConditionalGeneration
+    KimiLinearForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration Lfm3ForCausalLM
+    Lfm3VlForConditionalGeneration Lfm3VlVisionModel LlavaForConditionalGeneration LlavaNextForConditionalGeneration
+    LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration LongcatFlashForCausalLM LwDetrModel
+    Mask2FormerModel MaskFormerModel MetaClip2Model MimiEncoderModel MimiModel MiniCPMOcrForConditionalGeneration
+    MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration Mistral3ForConditionalGeneration
+    MistralLarge4ForConditionalGeneration MistralLarge4TextModel MLCDVisionModel MllamaForConditionalGeneration
+    MMGroundingDinoModel ModernVBertModel Molmo2ForConditionalGeneration MusicFlamingoForConditionalGeneration
+    NemotronH_Omni_Reasoning_V3 OmniASRForConditionalGeneration OmniASRForCTC OneFormerModel
+    PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration PI0ForConditionalGeneration
+    PPDocLayoutV2ForObjectDetection PPDocLayoutV3Model PPDocLayoutV4Model QianfanOCRForConditionalGeneration
+    Qwen2_5_VLForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration Qwen2AudioForConditionalGeneration
+    Qwen2VLForConditionalGeneration Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration
+    Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
+    Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration RfDetrForInstanceSegmentation RfDetrForObjectDetection
+    RfDetrModel RTDetrModel RTDetrV2Model Sam3Model Sam3TrackerModel Sam3TrackerVideoModel Sam3VideoModel
+    Sapiens2ForImageMatting Sapiens2ForNormalEstimation Sapiens2ForPointmapEstimation Sapiens2ForPoseEstimation
+    Sapiens2ForSemanticSegmentation SegformerForSemanticSegmentation SegformerModel ShieldGemma2ForImageClassification
+    Siglip2Model Siglip2VisionModel SiglipModel Step3p7ForConditionalGeneration SwinBackbone SwinModel
+    T5Gemma2ForConditionalGeneration TimesFm2_5Model Tipsv2DptForDepthEstimation Tipsv2DptForNormalEstimation
+    Tipsv2DptForSemanticSegmentation Tipsv2VisionBackbone UltrabertForQuestionAnswering
+    UltrabertForSequenceClassification UltrabertForTokenClassification UltraVBertForMaskedLM UltraVBertModel
+    UnlimitedOcrForConditionalGeneration VibeVoiceAsrForConditionalGeneration VideoLlavaForConditionalGeneration
+    VideoMAEModel VipLlavaForConditionalGeneration ViTMAEForPreTraining ViTMSNForImageClassification VivitModel
+    VoxtralForConditionalGeneration VoxtralRealtimeForConditionalGeneration WavTokenizerModel
 """
 NAMES = [*TEXT_AND_PARTS.split(), *WHOLE_MODELS.split()]
 """Model types, and classes of models for images, sound and text, or with a head that has names of its own."""

@@ -25,7 +25,7 @@ def tied_by_config(checkpoint: Checkpoint, tensors: Iterable[OutputTensor]) -> d
 
     Only a config that says `tie_word_embeddings: true` itself counts. Without that word, classes of transformers have
     defaults of their own, and those that do not tie start with random weights under a name that is missing (Llama and
-    Qwen3 in transformers 5.23).
+    Qwen3 in transformers 5.24).
     """
     if checkpoint.config is None or checkpoint.config.get("tie_word_embeddings") is not True:
         return {}
