@@ -13,13 +13,13 @@ def derived_conversion(checkpoint: Checkpoint) -> Conversion:
     """Return what the tensors in memory are made of, by the table of classes, which needs no torch, or by transformers.
 
     Transformers itself is asked in a program that has imported it, which may have registered conversions of its own;
-    where it is newer than the table; and about classes that the table does not know.
+    where it is of another release than the table; and about classes that the table does not know.
     """
     # Imported here: a reshard that keeps the names needs neither the table nor what it is read with.
     from bigload.conversion.without_transformers.checkpoint_conversion import conversion_of_checkpoint
-    from bigload.conversion.without_transformers.model_classes import newer_transformers
+    from bigload.conversion.without_transformers.model_classes import other_transformers
 
-    if "transformers" not in sys.modules and newer_transformers() is None:
+    if "transformers" not in sys.modules and other_transformers() is None:
         try:
             return conversion_of_checkpoint(checkpoint)
         except NamesUnknownError as error:

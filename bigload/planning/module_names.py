@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from bigload.checkpoint.model import TensorInfo
 from bigload.conversion.without_transformers.checkpoint_conversion import Naming
-from bigload.conversion.without_transformers.model_classes import ModelClass, newer_transformers, table_version
+from bigload.conversion.without_transformers.model_classes import ModelClass, other_transformers, table_version
 from bigload.errors import NamesUnknownError
 from bigload.units import counted
 
@@ -186,5 +186,5 @@ def _notes(model: ModelClass, config: Mapping[str, object], unbuilt: Iterable[st
         yield f"transformers builds no module for {left_out}: not in the device map"
     if model.remote_class is not None or "auto_map" in config:
         yield "these are the names of transformers' own class; code that comes with the model may use others"
-    if (installed := newer_transformers()) is not None:
+    if (installed := other_transformers()) is not None:
         yield f"these are the names of transformers {table_version()}; {installed} is installed and may use others"

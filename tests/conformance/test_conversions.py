@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import bigload
 from bigload.conversion.with_transformers.models import conversion_for
+from bigload.conversion.without_transformers.checkpoint_conversion import conversion_of_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -158,3 +159,31 @@ def test_old_torch_files_are_converted_too(mixtral):
     model = empty(kind, folder)
     bigload.load(folder, into=model)
     assert all(torch.equal(model.state_dict()[name], each) for name, each in expected.items())
+
+
+@pytest.mark.skipif(model_types.release(transformers) < (5, 24), reason="dory came with transformers 5.24")
+def test_layers_that_are_stored_in_two_are_named_as_transformers_names_them(tmp_path):
+    """`save_pretrained` does not write this form, so that it is made here."""
+    kind = saved("dory", tmp_path)
+    expected = kind.from_pretrained(tmp_path).state_dict()
+    stored = {
+        "self_attn": (0, "mixer"),
+        "mlp": (1, "mixer"),
+        "lambda_1": (0, "attn_alpha"),
+        "lambda_2": (1, "mlp_alpha"),
+    }
+
+    def in_two(found):
+        second, name = stored[found[2]]
+        return f"layers.{2 * int(found[1]) + second}.{name}"
+
+    pattern = rf"layers\.(\d+)\.({'|'.join(stored)})"
+    edited(tmp_path, lambda tensors: {re.sub(pattern, in_two, name): tensor for name, tensor in tensors.items()})
+    checkpoint = bigload.open_checkpoint(tmp_path)
+    assert {each.rpartition("layers.")[2].split(".")[0] for each in checkpoint.tensors if "layers." in each} == {
+        *"0123"
+    }
+    by_transformers = conversion_for(empty(kind, tmp_path), checkpoint.tensors)
+    assert by_transformers.tensors.keys() == expected.keys()
+    assert by_transformers.problems == ()
+    assert conversion_of_checkpoint(checkpoint) == by_transformers

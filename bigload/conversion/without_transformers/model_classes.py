@@ -1,7 +1,8 @@
 """Model classes of transformers, from a table: how each names its weights, without transformers or torch.
 
 `transformers_rules.json` is generated from the version of transformers that it names (fixtures/conversion_rules.py).
-A class that is not in it is answered with an error, not with a guess. What users register with transformers, and
+A class that is not in it is answered with an error, not with a guess. A class of another model type than the one that
+it is built for is there once more, behind the type and a slash. What users register with transformers, and
 conversions that follow from arguments of `from_pretrained`, are not in it.
 """
 
@@ -75,7 +76,7 @@ class ModelClass:
         parts = list(_parts(name, facts, config))
         patterns = [_table()["ignored"][number] for number in facts.get("ignored", [])]
         return cls(
-            name=name,
+            name=_class_name(name),
             base=facts.get("base", ""),
             prefix=facts.get("prefix", facts.get("base", "")),
             roots=frozenset(facts.get("roots", "").split()),
@@ -140,15 +141,15 @@ def table_version() -> str:
     return str(_table()["transformers"])
 
 
-def newer_transformers() -> str | None:
-    """Return the version of transformers that is installed, if it is a later one than the table's."""
+def other_transformers() -> str | None:
+    """Return the version of transformers that is installed, if it is of another release than the table's."""
     from importlib import metadata  # which imports a good part of the standard library
 
     try:
         installed = metadata.version("transformers")
     except metadata.PackageNotFoundError:
         return None
-    return installed if _release(installed) > _release(table_version()) else None
+    return installed if _release(installed) != _release(table_version()) else None
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -183,8 +184,9 @@ def _of_type(name: str, model_type: str) -> str:
     multimodal model that it is a part of.
     """
     classes = _table()["classes"]
-    if name in classes and classes[name]["type"] == model_type:
-        return name
+    for key in (f"{model_type}/{name}", name):
+        if key in classes and classes[key]["type"] == model_type:
+            return key
     head = _HEAD.search(name)
     heads = [head[0], *(["ForCausalLM"] if name in classes else [])] if head else []
     alike = (each for head in heads for each, facts in classes.items() if _has_head(each, facts, model_type, head))
@@ -196,6 +198,11 @@ _HEAD = re.compile(r"For[A-Z]\w+$")
 
 def _has_head(name: str, facts: Mapping[str, Any], model_type: str, head: str) -> bool:
     return bool(facts["type"] == model_type and name.endswith(head))
+
+
+def _class_name(key: str) -> str:
+    """Return the name of the class that the table has under a key."""
+    return key.rpartition("/")[2]
 
 
 def _unbuilt(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -305,11 +312,11 @@ def _collected(parts: list[_SubModel], base: str) -> Iterator[RenameRule]:
         return any(each == "" or path.startswith(f"{each}.") for each in claimed.get(identity, []))
 
     for part in parts:
-        is_by_class = part.name in registry
-        identity = part.name if is_by_class else part.model_type
-        if is_claimed(part.name, part.path) or is_claimed(identity, part.path) or identity not in registry:
+        name = _class_name(part.name)
+        identity = name if name in registry else part.model_type
+        if is_claimed(name, part.path) or is_claimed(identity, part.path) or identity not in registry:
             continue
-        for identity_of_part in {part.name, identity}:
+        for identity_of_part in {name, identity}:
             claimed.setdefault(identity_of_part, []).append(part.path)
         scope = part.path.removeprefix(base).removeprefix(".")
         scoped = f"{scope}." if scope else ""

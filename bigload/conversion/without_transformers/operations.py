@@ -100,14 +100,34 @@ def _chunk(tensors: Tensors, arguments: Mapping[str, object], around: Surroundin
 
 
 def _split(tensors: Tensors, arguments: Mapping[str, object], around: Surroundings) -> Tensors:
-    """Cut queries from keys and values, the only use of it: sizes follow from the numbers of heads."""
+    """Cut queries from keys and values, or the parts of linear attention, its only uses, as the configuration says."""
     tensor, dim, targets = _only(tensors), _number(arguments, "dim"), around.rule.targets
-    heads = around.size("text_config", "num_attention_heads")
-    shared = around.size("text_config", "num_key_value_heads")
-    if heads is None or shared is None or len(targets) != 3 or tensor.shape[dim] % (heads + 2 * shared):
+    shares = _shares([target.rpartition(".")[2] for target in targets], around)
+    if not shares or tensor.shape[dim] % sum(shares):
         raise ValueError("sizes of its parts do not follow from the configuration")
-    width = tensor.shape[dim] // (heads + 2 * shared)
-    return _cut(tensor, [heads * width, shared * width, shared * width], dim, targets)
+    width = tensor.shape[dim] // sum(shares)
+    return _cut(tensor, [share * width for share in shares], dim, targets)
+
+
+def _shares(targets: Sequence[str], around: Surroundings) -> list[int]:
+    """Return how the sizes of the modules `targets`, cut from one tensor, relate; nothing, where that is not known."""
+    is_linear = targets == ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
+    if not is_linear and targets != ["q_proj", "k_proj", "v_proj"]:
+        return []
+    asked = _LINEAR_SIZES if is_linear else _HEADS
+    sizes = [size for name in asked if (size := around.size("text_config", name)) is not None]
+    if len(sizes) < len(asked):
+        return []
+    if not is_linear:
+        heads, shared = sizes
+        return [heads, shared, shared]
+    key_heads, value_heads, key_width, value_width = sizes
+    values = value_heads * value_width
+    return [2 * key_heads * key_width + values, values, value_heads, value_heads]
+
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_LINEAR_SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 
 
 def _turned(tensor: PiecedTensor, dim0: int, dim1: int) -> PiecedTensor:
@@ -178,6 +198,31 @@ def _ernie(tensors: Tensors, arguments: Mapping[str, object], around: Surroundin
     return {target: concatenated(each, join) for target, each in parts.items()}
 
 
+def _without_padding(tensors: Tensors, arguments: Mapping[str, object], around: Surroundings) -> Tensors:
+    """Leave out the rows after those of words."""
+    tensor, rows = _only(tensors), around.size("text_config", "unpadded_vocab_size")
+    if rows is None or arguments.get("inverse"):
+        raise ValueError("how many rows are no padding does not follow from the configuration")
+    return {around.rule.targets[0]: sliced(tensor, 0, 0, min(rows, tensor.shape[0]))}
+
+
+def _as_dequantised(tensors: Tensors, _arguments: Mapping[str, object], around: Surroundings) -> Tensors:
+    if len(tensors) > 1:
+        raise ValueError("experts of Inkling 2 Loop in NVFP4 and MXFP8 are not computed here")
+    return {around.rule.targets[0]: _only(tensors)}
+
+
+def _message_queries(tensors: Tensors, arguments: Mapping[str, object], around: Surroundings) -> Tensors:
+    """Join queries, keys, values and those of MLPs, of which the first source has the outer two of each layer."""
+    if arguments.get("inverse"):
+        raise ValueError("queries of messages are joined here, not cut apart")
+    outer, inner = (
+        reshaped(each, (-1, 2, *each.shape[1:])) for each in (_first(tensors[source]) for source in around.rule.sources)
+    )
+    parts = [sliced(outer, 1, 0, 1), inner, sliced(outer, 1, 1, 2)]
+    return {around.rule.targets[0]: concatenated(parts, 1)}
+
+
 OPERATIONS: Mapping[str, Operation] = {
     "MergeModulelist": _merge,
     "Concatenate": _concatenate,
@@ -187,5 +232,16 @@ OPERATIONS: Mapping[str, Operation] = {
     "Interleave": _interleave,
     "PermuteForRope": _permute_for_rope,
     "ErnieFuseAndSplitTextVisionExperts": _ernie,
+    "Inkling2UnpadVocab": _without_padding,
+    "Inkling2LoopDequantizeExperts": _as_dequantised,
+    "Inkling2LoopMergeMessageQueries": _message_queries,
 }
 """By their names in transformers."""
+
+SIZES_ASKED: Mapping[str, Sequence[str]] = {
+    "PermuteForRope": ("num_attention_heads",),
+    "Split": (*_HEADS, *_LINEAR_SIZES),
+    "Transpose": ("hidden_size",),
+    "Inkling2UnpadVocab": ("unpadded_vocab_size",),
+}
+"""Numbers that operations ask the configuration for."""

@@ -18,7 +18,7 @@ class RenameRule:
 
     Attributes:
         kind: `rename`; `group`, of which later pairs hold once the first one has matched; `offset`, which adds `offset`
-            to the number that it finds; or `convert`, with operations.
+            to the number that it finds; `halve`, which divides that by two; or `convert`, with operations.
         prefixes: What names have to begin with, of which the first that fits is left alone.
         operations: Names of operations and their arguments.
     """
@@ -34,7 +34,7 @@ class RenameRule:
     @property
     def is_about_numbers(self) -> bool:
         """Whether the rule looks at the value of a number that is a part of a name of its own, or may do so."""
-        return self.kind in {"group", "offset"} or any(_VALUE.search(source) for source in self.sources)
+        return self.kind in {"group", "offset", "halve"} or any(_VALUE.search(source) for source in self.sources)
 
     def apply(self, name: str, started: set[RenameRule]) -> tuple[str, str | None]:
         """Return the new name and the source pattern that matched; `None` if none did.
@@ -62,7 +62,9 @@ class RenameRule:
         text = self.targets[0]
         if r"\1" not in text:
             return text
-        return text.replace(r"\1", str(int(group(1)) + self.offset) if self.kind == "offset" else group(1))
+        if self.kind == "offset":
+            return text.replace(r"\1", str(int(group(1)) + self.offset))
+        return text.replace(r"\1", str(int(group(1)) // 2) if self.kind == "halve" else group(1))
 
 
 _VALUE = re.compile(r"(?<![A-Za-z0-9_\\{,])\d|\[[^\]]*\d")

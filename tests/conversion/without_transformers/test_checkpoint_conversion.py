@@ -84,6 +84,64 @@ def test_numbers_that_rules_name_are_no_layer_numbers():
     assert found == "model.mm_projector.in_proj.weight model.mm_projector.out_proj.weight"
 
 
+def test_a_pair_of_stored_layers_becomes_one_layer():
+    found = names(
+        config("dory", "DoryForCausalLM"),
+        "backbone.layers.2.mixer.g_proj.weight backbone.layers.3.mixer.up_proj.weight backbone.layers.2.attn_alpha "
+        "backbone.layers.3.mlp_alpha backbone.layers.12.mixer.q_proj.weight backbone.embeddings.weight lm_head.weight",
+    )
+    assert set(found.split()) == {
+        "model.layers.1.self_attn.gate_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.lambda_1",
+        "model.layers.1.lambda_2",
+        "model.layers.6.self_attn.q_proj.weight",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    }
+
+
+@pytest.mark.parametrize("architecture", ["ExaoneForCausalLM", "LlamaForCausalLM"])
+def test_a_class_of_another_type_follows_the_rules_of_the_type_it_is_built_for(architecture):
+    stored = "transformer.wte.weight transformer.h.0.attn.attention.q_proj.weight transformer.h.0.mlp.c_fc_1.weight"
+    assert set(names(config("exaone", architecture), stored).split()) == {
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+    }
+    assert names(config("exaone", "LlamaModel"), "transformer.h.0.ln_1.weight") == "layers.0.input_layernorm.weight"
+    assert conversion_of_checkpoint(
+        checkpoint(config("llama", "LlamaForCausalLM"), {"transformer.wte.weight": [2]})
+    ).unexpected
+
+
+def test_queries_are_cut_by_the_heads_of_the_type_that_a_class_is_built_for():
+    told = config("sarvam_moe", "SarvamMoEForCausalLM", num_attention_heads=4, num_key_value_heads=2)
+    found = conversion_of_checkpoint(checkpoint(told, {"model.layers.0.attention.query_key_value.weight": [16, 3]}))
+    assert found.problems == ()
+    shapes = {name.split(".")[-2]: tensor.shape for name, tensor in found.tensors.items()}
+    assert shapes == {"q_proj": (8, 3), "k_proj": (4, 3), "v_proj": (4, 3)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "problem"),
+    [
+        (
+            {
+                "model.llm.layers.0.mlp.experts.w2_weight": [2, 3, 4],
+                "model.llm.layers.0.mlp.experts.w2_weight_scale": [2, 3, 1],
+            },
+            "in NVFP4 and MXFP8 are not computed here",
+        ),
+        ({"model.llm.layers.0.mlp.experts.w2_weight": [2, 3, 4]}, None),
+    ],
+)
+def test_experts_that_have_to_be_computed_are_refused(shapes, problem):
+    found = conversion_of_checkpoint(checkpoint(config("inkling2_loop_text", "Inkling2LoopForCausalLM"), shapes))
+    assert [problem in each for each in found.problems] == ([True] if problem else [])
+    assert list(found.tensors) == ([] if problem else ["model.layers.0.mlp.experts.down_proj"])
+
+
 def test_scales_of_fp8_weights_are_fused_as_the_weights_are():
     told = config("qwen3_moe", "Qwen3MoeForCausalLM")
     stored = " ".join(
