@@ -19,7 +19,7 @@ from typing import NamedTuple
 from bigload.checkpoint.byte_source import OpenFile, PositionalReader, ended_early, read_once
 from bigload.errors import ReadError, UnsupportedMethodError
 from bigload.loading.readers.mapped import MappedFile, release_pages
-from bigload.machine.files.page_cache import cached_bytes, cached_pages
+from bigload.machine.files.page_cache import cached_bytes, cached_pages, pages_between
 from bigload.machine.libc import libc as _libc
 from bigload.machine.memory.huge_pages import address_of
 from bigload.machine.threads.activities import NO_RECORDER, Phase, Recorder
@@ -187,7 +187,7 @@ class CacheFirstReader:
         mapped = len(self._map.buffer)
         if mapped < stop:
             raise ended_early(self._path, mapped, missing=stop - mapped)
-        if pages is not None and pages >= -(-stop // mmap.PAGESIZE) - start // mmap.PAGESIZE:
+        if pages is not None and pages >= pages_between(start, stop):
             self._map.check_size(stop)
         else:
             self._map.populate(start, stop)  # what a fault has to read, and cannot, would end the process

@@ -67,7 +67,12 @@ def has_all_cached(path: Path, start: int, stop: int) -> bool:
             pages = cached_pages(descriptor, start, stop)
     except OSError:
         return False
-    return pages is not None and pages >= -(-stop // mmap.PAGESIZE) - start // mmap.PAGESIZE
+    return pages is not None and pages >= pages_between(start, stop)
+
+
+def pages_between(start: int, stop: int) -> int:
+    """Return how many pages hold bytes `start` to `stop`."""
+    return -(-stop // mmap.PAGESIZE) - start // mmap.PAGESIZE
 
 
 def probe_cached(path: Path, ranges: Iterable[tuple[int, int]]) -> int | None:
