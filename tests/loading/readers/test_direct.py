@@ -2,6 +2,7 @@ import errno
 import mmap
 import os
 import threading
+from contextlib import closing
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -132,6 +133,18 @@ def test_a_file_cut_short_while_it_is_open_is_a_read_error(stored, tmp_path):
         os.truncate(path, UNIT + 5)
         with pytest.raises(ReadError, match=f"ended at byte {UNIT + 5}"):
             reader.read_into([memoryview(bytearray(3 * UNIT))], 0)
+
+
+@pytest.mark.parametrize("left", [3 * UNIT - 1, 3 * UNIT - mmap.PAGESIZE, UNIT, 0])
+def test_a_mapped_file_that_is_cut_short_between_two_views_is_a_read_error(stored, tmp_path, left):
+    path = tmp_path / "file"
+    path.write_bytes(b"a" * 3 * UNIT)
+    with closing(CacheFirstReader(path)) as reader:
+        with reader.viewed(UNIT, 3 * UNIT) as view:
+            assert bytes(view) == b"a" * 2 * UNIT
+        os.truncate(path, left)
+        with pytest.raises(ReadError, match="ended"), reader.viewed(UNIT, 3 * UNIT):
+            pass
 
 
 def test_a_file_replaced_while_it_is_open_is_read_as_it_was(stored, tmp_path):
