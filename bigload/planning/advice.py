@@ -51,7 +51,7 @@ def does_not_fit(name: str, problem: PlacementProblem, misfit: Misfit, policy: s
         size = format_size(biggest.num_bytes)
         rows.append(f"what is streamed needs room there; the largest module is {biggest.name}, {size}")
     if misfit.too_small and beside:
-        rows.append("--max-context says what context the memory holds")
+        rows.append("a shorter --context takes less; bigload plan --max-context says what there is room for")
     return DoesNotFitError(
         name,
         needed_bytes=needed,

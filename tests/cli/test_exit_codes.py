@@ -49,6 +49,8 @@ def contents(folder: Path) -> dict[Path, bytes | int]:
 
 USAGE = [
     ("bigload plan tiny-llama --explain", "option '--explain' requires an argument", "bigload plan --help lists"),
+    ("bigload plan tiny-llama --hosts 2 -m 80GiB", "hosts is 2", "for example tp 8 and pp 2"),
+    ("bigload plan tiny-llama --tp 3 -m 80GiB", "does not divide among 3 ranks", "--tp-rules FILE"),
     ("bigload isnpect tiny-llama", "'isnpect'", "'inspect'"),
     ("bigload inspect", "PATH"),
     ("bigload inspect tiny-llama too-much", "too-much"),
@@ -141,6 +143,7 @@ NO = [
     ("bigload plan tiny-llama --overhead 0 -m cuda:0=4MiB,cpu=8MiB --no-disk", "does not fit", "short by", "--no-disk"),
     ("bigload plan llama-70b -m cpu=64GiB,disk=1GiB", "does not fit", "131.42 GiB", "short by"),
     ("bigload plan llama-70b -m cuda:0=1GiB", "does not fit", "cuda:0"),
+    ("bigload plan tiny-llama -m cpu=8MiB --context 2048", "does not fit", "a shorter --context takes less"),
     ("bigload plan llama-70b -m 0=1GiB,cpu=64GiB,disk=0", "does not fit", "cuda:0"),
     ("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=8MiB --fail-if disk", "--fail-if disk", "on disk"),
     ("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=1GiB --fail-if offload", "--fail-if offload", "on cpu"),

@@ -127,6 +127,23 @@ def test_the_rows_of_a_plan_add_up(run):
     assert sum(row["weights_bytes"] for row in document["devices"]) == document["checkpoint"]["total_bytes"]
 
 
+def test_the_least_memory_of_ranks_comes_with_whether_a_limit_does(run):
+    ranks = "bigload plan llama-70b --tp 8 --pp 2 --hosts 2 --fits"
+    least = run(ranks).stdout
+    assert least.startswith("smallest memory per GPU: 16 x 8.8 GiB")
+    assert run(f"{ranks} -m 80GiB").stdout == f"llama-70b fits 2 hosts of 8 x 80.00 GiB: TP 8 x PP 2\n{least}"
+    assert run(ranks, env={"BIGLOAD_MAX_MEMORY": "cuda:0=5GiB"}).stdout == least
+    too_little = run(f"{ranks} -m 5GiB")
+    assert (too_little.code, too_little.stdout) == (3, "")
+    assert "short by 3.71 GiB" in too_little.stderr
+
+
+def test_limits_beside_a_question_that_has_none_are_not_passed_over(run):
+    done = run("bigload plan tiny-llama --fits -m cuda:0=8GiB")
+    assert "warning: --fits says what memory it takes, whatever -m is" in done.stderr
+    assert run("bigload plan tiny-llama --fits", env={"BIGLOAD_MAX_MEMORY": "cuda:0=8GiB"}).stderr == ""
+
+
 def test_without_the_disk_there_is_no_disk_in_the_plan(run):
     document = json.loads(run("bigload plan tiny-llama --overhead 0 -m cuda:0=6MiB,cpu=1GiB --no-disk --json").stdout)
     assert [row["device"] for row in document["devices"]] == ["cuda:0", "cpu"]
@@ -215,6 +232,12 @@ def test_a_dry_run_answers_without_the_room_that_a_run_needs(run, here, monkeypa
     assert (done.code, done.stdout) == (1, "")
     assert "error: not enough space for out: " in done.stderr
     assert names(here).isdisjoint({"out", "out.partial"})
+
+
+def test_resharding_for_stages_says_which_ranks_are_the_first(run):
+    done = run("bigload reshard tiny-llama out --tp 2 --pp 4 --dry-run")
+    assert "4 stages of 2 ranks, one after another: rank-0 to rank-1 are the first\n" in done.stdout
+    assert "stages of" not in run("bigload reshard tiny-llama out --tp 2 --dry-run").stdout
 
 
 def test_one_verb_follows_the_other(run, plan, here):

@@ -125,6 +125,13 @@ class ParallelPlan(PlannedCheckpoint):
         }
 
 
+def what_fits(plan: ParallelPlan) -> str:
+    """Return what fits where."""
+    gpus = f"{plan.grid.gpus_per_host} x {format_size(plan.gpu_bytes)}"
+    where = gpus if plan.grid.hosts == 1 else f"{plan.grid.hosts} hosts of {gpus}"
+    return f"{printable(plan.name)} fits {where}: TP {plan.grid.tp} x PP {plan.grid.pp}"
+
+
 def headline(plan: ParallelPlan) -> str:
     """Return what fits where, in one line, and what the figures of the table are about, in another."""
     workload = plan.options.workload
@@ -132,12 +139,7 @@ def headline(plan: ParallelPlan) -> str:
     if workload.load_dtype is not None:
         text += f", loaded as {workload.load_dtype}"
     unit, _ = common_unit([plan.gpu_bytes])
-    gpus = f"{plan.grid.gpus_per_host} x {format_size(plan.gpu_bytes)}"
-    where = gpus if plan.grid.hosts == 1 else f"{plan.grid.hosts} hosts of {gpus}"
-    return (
-        f"{printable(plan.name)} fits {where}: TP {plan.grid.tp} x PP {plan.grid.pp}\n"
-        f"{text}{tokens(workload)}; figures of one GPU, in {unit}"
-    )
+    return f"{what_fits(plan)}\n{text}{tokens(workload)}; figures of one GPU, in {unit}"
 
 
 def stage_table(plan: ParallelPlan, *, blocks: bool) -> PlainTable:

@@ -38,7 +38,9 @@ class RankGrid:
                 raise OptionError.of(name, value, f"1 to {MAX_RANKS}")
         if self.num_ranks % self.hosts:
             ranks = f"{counted(self.num_ranks, 'rank')} (tp {self.tp} x pp {self.pp})"
-            raise OptionError.of("hosts", self.hosts, f"a number that divides {ranks}: hosts are alike")
+            hint = f"a rank is a GPU: tp x pp is {self.hosts} x those of a host, for example tp 8 and pp {self.hosts}"
+            expected = f"a number that divides {ranks}: hosts are alike"
+            raise OptionError.of("hosts", self.hosts, expected, hint=hint)
 
     @property
     def num_ranks(self) -> int:

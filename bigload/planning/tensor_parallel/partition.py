@@ -64,7 +64,8 @@ def partition(checkpoint: Checkpoint, *, tp: int, rules: Mapping[str, str] | Non
         if layer.style.side is Side.IN or layer.style.side is Side.EXPERTS:
             summed.extend(alike.names)
     if problems:
-        whole = f'rules that keep such layers whole: "{generic_name(next(iter(problems.values()))[0])}" = "replicate"'
+        first = generic_name(next(iter(problems.values()))[0])
+        whole = f'rules (--tp-rules FILE) that keep such layers whole: "{first}" = "replicate"'
         is_quantised = bool((checkpoint.config or {}).get("quantization_config"))
         other = "divide plain weights (--dequantize bf16)" if is_quantised else "choose another number of ranks"
         raise PartitionError(

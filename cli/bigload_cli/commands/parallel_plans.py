@@ -28,7 +28,7 @@ _TAKEN = _ASKS | {
 
 def asked(ctx: typer.Context) -> bool:
     """Return whether the options given ask for a plan for ranks."""
-    given = [name for name in ctx.params if _is_given(ctx, name)]
+    given = [name for name in ctx.params if is_given(ctx, name)]
     if not _ASKS.intersection(given):
         return False
     options = {param.name: param.opts[0] for param in ctx.command.params}
@@ -42,7 +42,8 @@ def asked(ctx: typer.Context) -> bool:
     return True
 
 
-def _is_given(ctx: typer.Context, name: str) -> bool:
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Return whether the parameter `name` is on the command line, not in a variable."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -63,12 +64,14 @@ def run(given: Mapping[str, Any], options: PlanOptions, question: PlanQuestion, 
             host=HOST_BANDWIDTH if host is None else size_option("--host-bandwidth", host),
         ),
     )
-    gpu_bytes = 0 if question.needs_no_budget else _gpu_bytes(given.get("max_memory"))
+    limits = given.get("max_memory")
+    gpu_bytes = None if question.needs_no_budget and not limits else _gpu_bytes(limits)
     checkpoint = open_shown(given["path"], quiet=not form.is_for_people)
     say_warnings(checkpoint)
     if question.asked:
         _answer(question, checkpoint, gpu_bytes, request).print(form)
         return
+    assert gpu_bytes is not None, "a plan has a limit"
     made = plan_parallel(checkpoint, gpu_bytes, request)
     deliver(made, form, out=given.get("out"), value=str(max(use.used_bytes for use in made.ranks)))
 
@@ -83,18 +86,25 @@ def _gpu_bytes(max_memory: list[str] | None) -> int:
     return size_option("--max-memory", max_memory[0])
 
 
-def _answer(question: PlanQuestion, checkpoint: Checkpoint, gpu_bytes: int, request: ParallelRequest) -> PlanAnswer:
+def _answer(
+    question: PlanQuestion, checkpoint: Checkpoint, gpu_bytes: int | None, request: ParallelRequest
+) -> PlanAnswer:
     from bigload.planning.model_parallel import parallel_questions
+    from bigload.planning.model_parallel.parallel_plan import what_fits
+    from bigload.planning.model_parallel.parallel_planner import plan_parallel
     from bigload_cli.views import parallel_plans as view
     from bigload_cli.views.questions import longest_context, of_longest_context
 
     if question.fits:
+        # With a limit it is also asked whether that does: a plan says so, or raises.
+        fitting = [] if gpu_bytes is None else [what_fits(plan_parallel(checkpoint, gpu_bytes, request))]
         least = parallel_questions.least_memory(checkpoint, request)
         return PlanAnswer(
-            shown=view.least_memory(least),
+            shown=[*fitting, *view.least_memory(least)],
             value=str(least.asked.gpu_bytes),
             document=view.of_least_memory(least, checkpoint.path, request.options.workload),
         )
+    assert gpu_bytes is not None, "these questions have a limit"
     if question.explain is not None:
         why = parallel_questions.explain_rank(checkpoint, gpu_bytes, request, question.explain)
         return PlanAnswer(

@@ -13,6 +13,7 @@ from bigload.errors import OptionError
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.policy_registry import POLICIES
 from bigload_cli.commands import parallel_plans, predictions, questions
+from bigload_cli.commands.parallel_plans import is_given
 from bigload_cli.failures import AnswerIsNoError, named_as_options
 from bigload_cli.options import (
     CHECKPOINT,
@@ -26,7 +27,7 @@ from bigload_cli.options import (
     ColorMode,
     option,
 )
-from bigload_cli.output import AnswerForm, open_shown, print_text, say_warnings
+from bigload_cli.output import AnswerForm, open_shown, print_text, say, say_warnings
 from bigload_cli.plan_answers import deliver
 from bigload_cli.result_files import is_stdout
 
@@ -178,9 +179,13 @@ def plan(
     options = options_of(**{name: given[name] for name in PlanKeywords.__annotations__ if name in given})
     asked = questions.PlanQuestion(explain=explain, compare=compare, fits=fits, gpus=gpus, max_context=max_context)
     asked.check(writes=out is not None or html is not None, fail_if=fail_if is not None)
+    if asked.needs_no_budget and not is_given(ctx, "max_memory"):
+        given.pop("max_memory", None)  # limits of the variable are for plans
     if is_for_ranks:
         parallel_plans.run(given, options, asked, form)
         return
+    if asked.needs_no_budget and "max_memory" in given:
+        say(f"warning: {asked.asked[0]} says what memory it takes, whatever -m is; a plan says whether that does")
     budget = None if asked.needs_no_budget else _budget(max_memory, use_disk=use_disk)
     if offload is not None and budget is not None and not budget.accelerators:
         raise OptionError(f"--offload {offload} without a GPU", hint="name one to bring weights to: -m cuda:0=8GiB")

@@ -44,6 +44,10 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
     layout = layout_named(name)
     is_dat = options.offload_format is OffloadFormat.DAT
     yield f"{name}: {_DAT_SUMMARY if is_dat else LAYOUTS[name].summary}"
+    if options.pp is not None and options.pp > 1:
+        tp = options.tp or 1
+        first = f"rank-0 to rank-{tp - 1} are" if tp > 1 else "rank-0 is"
+        yield f"{options.pp} stages of {counted(tp, 'rank')}, one after another: {first} the first"
     if plan is not None and layout.part_of_plan:
         yield f"{layout.part_of_plan}{'' if prepared.side_files else '; config and tokenizer stay behind'}"
     if plan is not None and not layout.follows_plan:
