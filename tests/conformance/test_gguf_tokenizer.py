@@ -199,6 +199,7 @@ def test_llama_cpp_finds_the_tokens_of_a_unigram_model(tmp_path):
     assert len(set(map(len, found))) > 3
 
 
+@reads_right
 def test_what_transformers_does_not_read_stays_in_the_file_with_the_reason(tmp_path):
     metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.model": "words"}
     write_gguf(tmp_path / "m.gguf", {"token_embd.weight": (0, (1, 4))}, metadata)
