@@ -1,6 +1,8 @@
 """Conversions hold what transformers' own loader makes of a checkpoint."""
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import model_types
 import pytest
@@ -8,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import bigload
+from bigload.conversion.with_transformers.checkpoints import conversion_by_transformers
 from bigload.conversion.with_transformers.models import conversion_for
 from bigload.conversion.without_transformers.checkpoint_conversion import conversion_of_checkpoint
 
@@ -54,6 +57,27 @@ def test_tensors_are_those_of_from_pretrained(model_type, tmp_path):
     found = model.state_dict()
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+def test_threads_build_models_by_turns_and_leave_torch_as_it_was(mixtral, monkeypatch):
+    kind, folder = mixtral
+    build, now, most = kind.__init__, [], []
+
+    def slowly(model, config):
+        now.append(model)
+        most.append(len(now))
+        time.sleep(0.3)
+        build(model, config)
+        now.remove(model)
+
+    monkeypatch.setattr(kind, "__init__", slowly)
+    before = (torch.nn.init.normal_, torch.nn.init.kaiming_uniform_, torch.linspace)
+    checkpoint = bigload.open_checkpoint(folder)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(conversion_by_transformers, [checkpoint] * 2)
+    assert first == second
+    assert most == [1, 1]
+    assert (torch.nn.init.normal_, torch.nn.init.kaiming_uniform_, torch.linspace) == before
 
 
 def test_the_model_stays_as_it_is(mixtral):

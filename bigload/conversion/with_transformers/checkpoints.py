@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,11 @@ from bigload.conversion.strided_pieces import PiecedTensor
 from bigload.conversion.with_transformers.models import conversion_for, torch_dtype_of
 from bigload.conversion.with_transformers.recorded_tensor import RecordedTensor
 from bigload.errors import NamesUnknownError
+
+_turns = threading.Lock()
+"""Held while a model is built: what transformers puts in the place of functions of torch meanwhile, two threads at once
+would leave there.
+"""
 
 
 def conversion_by_transformers(checkpoint: Checkpoint) -> Conversion:
@@ -53,7 +59,7 @@ def _skeleton_of(checkpoint: Checkpoint) -> nn.Module:
         config: Any = _config_of(checkpoint)
         names = config.architectures or []
         kind = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
-        with torch.device("meta"), no_init_weights(), meta_device_safe_creation_ops():
+        with _turns, torch.device("meta"), no_init_weights(), meta_device_safe_creation_ops():
             model: nn.Module = kind(config)
     except StopIteration:
         reason = f"it has no class {', '.join(names) or 'for a config.json without architectures'}"
