@@ -90,8 +90,9 @@ class FirstBlock:
             status = self._result()
             self.arrive()
         except RankError as error:
-            if error.rank is None and self._first is not None and _ends_soon(self._first):
-                raise self._ended(self._first.rank) from error
+            rank = self._first_rank
+            if error.rank is None and rank is not None and _ends_soon(rank, self._first):
+                raise self._ended(rank) from error
             raise
         if status["failed"] is not None:
             rank = status["first"]["rank"]
@@ -120,11 +121,18 @@ class FirstBlock:
         return status
 
     def _check_first_may_come(self, waited_seconds: float, *, may_probe: bool) -> None:
-        rank = None if self._is_local else 0
+        rank = self._first_rank
         if rank is not None and self._registry.has_ended(rank, may_probe=may_probe) and self._status() is None:
             raise self._ended(rank)
         if waited_seconds > group_timeout_seconds():
             raise timed_out(rank, f"has not come to {self.function}", waited_seconds)
+
+    @property
+    def _first_rank(self) -> int | None:
+        """The rank of the first process, `None` for that of a host before it has come."""
+        if self._first is not None:
+            return self._first.rank
+        return None if self._is_local else 0
 
     def _ended(self, rank: int) -> RankError:
         return RankError(rank, "it has ended, or can no longer be reached", function=self.function)
@@ -154,10 +162,10 @@ class FirstBlock:
         return f"{self._key}/arrived/{rank}"
 
 
-def _ends_soon(process: ProcessIdentity) -> bool:
+def _ends_soon(rank: int, identity: ProcessIdentity | None) -> bool:
     for poll in polls():
-        if is_gone(process.rank, process, may_probe=poll.may_probe):
+        if is_gone(rank, identity, may_probe=poll.may_probe):
             return True
         if poll.waited_seconds > _EXIT_SECONDS:
-            return is_gone(process.rank, process, may_probe=True)
+            return is_gone(rank, identity, may_probe=True)
     raise AssertionError("polls() does not end")

@@ -338,7 +338,7 @@ def killed_in_its_block(join):
     return ranks
 
 
-def killed_before_a_block(victim):
+def killed_before_a_block(victim, join=join):
     """Return what ranks do of which `victim` is killed before a second block."""
 
     def ranks(rank, size, folder):
@@ -355,6 +355,7 @@ def killed_before_a_block(victim):
 main_dies_in_its_block = killed_in_its_block(join)
 main_dies_in_its_block_and_takes_the_store_along = killed_in_its_block(join_by_tcp)
 main_dies_before_its_block = killed_before_a_block(0)
+main_dies_before_its_block_and_takes_the_store_along = killed_before_a_block(0, join_by_tcp)
 another_dies_before_it_comes = killed_before_a_block(1)
 
 
@@ -421,6 +422,7 @@ def ends_of(function, size, folder):
         ("main_dies_in_its_block", 0),
         ("main_dies_in_its_block_and_takes_the_store_along", 0),
         ("main_dies_before_its_block", 0),
+        ("main_dies_before_its_block_and_takes_the_store_along", 0),
         ("another_dies_and_all_wait", 1),
     ],
 )
