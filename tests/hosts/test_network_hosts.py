@@ -22,8 +22,8 @@ with network_hosts(2, Path(sys.argv[1])) as hosts:
 
 
 def said(host, *command):
-    with host.start(*command) as process:
-        output, errors = process.communicate(timeout=60)
+    process = host.start(*command)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     return output.split()
 
@@ -41,18 +41,17 @@ def test_hosts_have_names_folders_and_processes_of_their_own(make_hosts):
 def test_a_host_hears_the_others_until_it_is_unplugged(make_hosts):
     first, second = make_hosts(2)
     ask = "import socket; s = socket.create_connection(('host-0', 4000), 2); print(s.recv(9).decode())"
-    answer = (
-        "import socket; s = socket.create_server(('', 4000)); c = [s.accept()[0] for _ in range(1)]; c[0].send(b'here')"
-    )
-    with first.start(sys.executable, "-c", answer):
-        deadline = time.monotonic() + 20
-        while (found := second.start(sys.executable, "-c", ask)).wait() and time.monotonic() < deadline:
-            found.communicate()
-        assert found.communicate()[0] == "here\n"
+    answer = "import socket; s = socket.create_server(('', 4000))\nwhile True: s.accept()[0].send(b'here')"
+    first.start(sys.executable, "-c", answer)
+    deadline = time.monotonic() + 60
+    told = ""
+    while not told and time.monotonic() < deadline:
+        told, _ = second.start(sys.executable, "-c", ask).communicate(timeout=60)
+    assert told == "here\n"
     second.limit("10mbit")
     second.unplug()
-    with second.start(sys.executable, "-c", ask) as asking:
-        assert "timed out" in asking.communicate(timeout=60)[1]
+    _, errors = second.start(sys.executable, "-c", ask).communicate(timeout=60)
+    assert "timed out" in errors or "No route to host" in errors  # the latter comes after 3 s: who slept may hear it
 
 
 def test_a_host_that_dies_ends_its_processes(make_hosts):
@@ -70,11 +69,12 @@ def test_nothing_is_left_when_their_test_is_killed(make_hosts, tmp_path):
     path = os.pathsep.join((str(Path(support.__file__).parent), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, "-c", WATCHED, str(tmp_path)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True) as test:
-        assert test.stdout.readline() == "ready\n"
-        theirs = descendants(test.pid)
-        assert len(theirs) > 6
-        test.kill()
-        test.wait()
+        try:
+            assert test.stdout.readline() == "ready\n"
+            theirs = descendants(test.pid)
+            assert len(theirs) > 6
+        finally:
+            test.kill()
     deadline = time.monotonic() + 20
     while left := [pid for pid in theirs if is_running(pid)]:
         assert time.monotonic() < deadline, left

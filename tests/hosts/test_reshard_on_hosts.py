@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from host_ranks import SILENCE_SECONDS, ends, launched, rank_command, torchrun
+from host_ranks import SILENCE_SECONDS, ends, launched, rank_command, torchrun, wait_for_line
 
 from bigload.distributed.process_group import SingleProcess
 from bigload.layouts.resharding.reshard import reshard
@@ -15,6 +15,7 @@ from builders import contents, make_checkpoint
 
 pytestmark = pytest.mark.slow
 
+LONG_SECONDS = 1000
 SHARD_BYTES = 1500
 BIGLOAD = (sys.executable, "-m", "bigload")
 
@@ -114,8 +115,8 @@ def impatient(source, out):
     _run_program(source, out)
 
 
-def slow(source, out, shard_bytes=SHARD_BYTES):
-    """Reshard slowly, and tell the test of the first window that is written."""
+def slow(source, out, gone=None, shard_bytes=SHARD_BYTES):
+    """Reshard slowly, and tell the test of windows that are written; rank `gone` stays at its first one."""
     add = Tally.add
 
     def add_slowly(self, num_bytes, *, phase, file):
@@ -123,19 +124,19 @@ def slow(source, out, shard_bytes=SHARD_BYTES):
         if phase == "write":
             sys.stdout.write("writes\n")
             sys.stdout.flush()
-            time.sleep(0.7)
+            time.sleep(LONG_SECONDS if os.environ["RANK"] == str(gone) else 0.7)
 
     Tally.add = add_slowly
     _run_program(source, out, shard_bytes)
 
 
-def in_parts(source, out):
+def in_parts(source, out, gone=None):
     """Reshard to one file, of which each rank writes a part, however small it is; slowly, as `slow`."""
     from bigload.layouts.writing import shares, writer
 
     shares.LEAST_GAIN_BYTES = 0
     shares.WINDOW_BYTES = writer.WINDOW_BYTES = writer.NOTE_PART_EVERY_BYTES = 16 * 1024
-    slow(source, out, "none")
+    slow(source, out, gone, "none")
 
 
 def _run_program(source, out, shard_bytes=SHARD_BYTES):
@@ -153,9 +154,8 @@ def test_a_host_that_goes_ends_the_run_and_another_resumes_it(  # noqa: PLR0917
     hosts = make_hosts(2, has_shared=True)
     shutil.copytree(source, tmp_path / "shared" / "model")
     arguments = ("/tmp/shared/model", "/tmp/shared/out")
-    run = launched(hosts, *rank_command(slow, *arguments, is_joined=False), LOCAL_RANK="0")
-    for process in run:
-        assert process.stdout.readline() == "writes\n", process.communicate()
+    run = launched(hosts, *rank_command(slow, *arguments, gone, is_joined=False), LOCAL_RANK="0")
+    wait_for_line(run, "writes")
     began = time.monotonic()
     getattr(hosts[gone], end)()
     ((_, errors),) = ends([run[1 - gone]])
@@ -178,9 +178,8 @@ def test_hosts_write_parts_of_one_file_and_another_number_resumes(make_hosts, tm
     hosts = make_hosts(3, has_shared=True)
     shared = tmp_path / "shared"
     shutil.copytree(source, shared / "model")
-    first = launched(hosts, *rank_command(in_parts, "/tmp/shared/model", "/tmp/shared/out", is_joined=False))
-    for process in first:
-        assert process.stdout.readline() == "writes\n", process.communicate()
+    first = launched(hosts, *rank_command(in_parts, "/tmp/shared/model", "/tmp/shared/out", 2, is_joined=False))
+    wait_for_line(first, "writes")
     hosts[2].die()
     told = [errors for _, errors in ends(first[:2])]
     assert [process.returncode for process in first[:2]] == [1, 1]
@@ -200,10 +199,9 @@ def test_hosts_write_parts_of_one_file_and_another_number_resumes(make_hosts, tm
 def test_under_torchrun_a_host_that_dies_ends_the_others(make_hosts, source, tmp_path, is_static):
     hosts = make_hosts(2, has_shared=True)
     shutil.copytree(source, tmp_path / "shared" / "model")
-    ranks = rank_command(slow, "/tmp/shared/model", "/tmp/shared/out", is_joined=False)
+    ranks = rank_command(slow, "/tmp/shared/model", "/tmp/shared/out", 1, is_joined=False)
     run = torchrun(hosts, *ranks, is_static=is_static)
-    for process in run:
-        assert process.stdout.readline() == "writes\n", process.communicate()
+    wait_for_line(run, "writes")
     hosts[1].die()
     (_, errors), _ = ends(run)
     assert run[0].returncode == 1

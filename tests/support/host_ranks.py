@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from select import select
 
 from network_hosts import Host
 
@@ -65,6 +66,27 @@ def rank_command(function, *arguments: object, is_joined: bool = True) -> list[o
     return [sys.executable, __file__, file, function.__name__, int(is_joined), json.dumps(arguments, default=str)]
 
 
+def wait_for_line(processes: Sequence[subprocess.Popen], line: str) -> None:
+    """Wait until each of `processes` has written `line`, its next one; what follows is left to `ends`.
+
+    Raises:
+        AssertionError: a process wrote something else, or nothing.
+    """
+    patience = TIMEOUT_SECONDS
+    for number, process in enumerate(processes):
+        written = b""
+        while patience > 0 and not written.endswith(b"\n"):
+            if not select([process.stdout], [], [], 1)[0]:
+                patience -= 1
+            elif byte := os.read(process.stdout.fileno(), 1):  # a buffer would keep from `ends` what it has read
+                written += byte
+            else:
+                break
+        if written.decode() != f"{line}\n":
+            ends(processes)
+            raise AssertionError(f"process {number} of these said {written!r}, not {line!r}")
+
+
 def returned(processes: Sequence[subprocess.Popen]) -> dict[int, object]:
     """Wait for `processes`, and return what their ranks returned, by rank: those that wrote it before their end.
 
@@ -79,6 +101,8 @@ def returned(processes: Sequence[subprocess.Popen]) -> dict[int, object]:
 def ends(processes: Sequence[subprocess.Popen]) -> list[tuple[str, str]]:
     """Wait for `processes`, and return what each wrote to its output and its errors; its status is in `returncode`.
 
+    It is written to the output of the test too, which pytest shows if it fails.
+
     Raises:
         AssertionError: a process did not end.
     """
@@ -92,11 +116,13 @@ def ends(processes: Sequence[subprocess.Popen]) -> list[tuple[str, str]]:
             except subprocess.TimeoutExpired as wait:
                 patience -= 1
                 if patience <= 0:  # the process ends with its host
-                    waiting.append(process.args)
+                    waiting.append(len(written))
                     ended = tuple((text or b"").decode() for text in (wait.output, wait.stderr))
         written.append(ended)
-    texts = "\n".join(f"host {number} wrote {texts}" for number, texts in enumerate(written))
-    assert not waiting, f"{waiting} wait forever, or for a rank that failed\n{texts}"
+    for number, (process, (output, errors)) in enumerate(zip(processes, written, strict=True)):
+        status = f"process {number} of these, with status {process.returncode}"
+        sys.stdout.write(f"{status}, wrote to its output:\n{output}\nand to its errors:\n{errors}\n")
+    assert not waiting, f"processes {waiting} of these wait forever, or for a rank that failed"
     return written
 
 

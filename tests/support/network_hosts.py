@@ -186,5 +186,5 @@ def _within(first: subprocess.Popen, *command: str, kinds: tuple[str, ...] = _KI
 def _set(first: subprocess.Popen, *command: str) -> None:
     """Run a command in the network of `first`, and with the process ids of this one."""
     within = _within(first, *command, kinds=("--net",))
-    done = subprocess.run(within, capture_output=True, text=True, check=False)
+    done = subprocess.run(within, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
