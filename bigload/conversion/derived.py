@@ -7,6 +7,7 @@ import sys
 from bigload.checkpoint.model import Checkpoint
 from bigload.conversion.conversion import Conversion, as_stored
 from bigload.errors import NamesUnknownError
+from bigload.extras import installed_version, release_of
 
 
 def derived_conversion(checkpoint: Checkpoint) -> Conversion:
@@ -49,9 +50,4 @@ def renamed_by_transformers(checkpoint: Checkpoint) -> dict[str, str]:
 
 def has_transformers_5() -> bool:
     """Return whether transformers 5 or later is installed; it is not imported."""
-    from importlib import metadata
-
-    try:
-        return int(metadata.version("transformers").partition(".")[0]) >= 5
-    except (metadata.PackageNotFoundError, ValueError):
-        return False
+    return release_of(installed_version("transformers") or "") >= (5,)

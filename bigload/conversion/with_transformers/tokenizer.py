@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bigload.errors import install_command
+from bigload.extras import installed_version, release_of
 
 _LEAST_TRANSFORMERS = (5, 23)
 """Older ones split words into other tokens: those of Llama 3 and Tekken, which ignore merges, and of SentencePiece."""
@@ -22,13 +23,11 @@ def tokenizer_files(gguf: Path) -> dict[str, bytes]:
     Raises:
         TokenizerUnreadError: transformers is not installed, is one that misreads tokenizers, or does not read it.
     """
-    from importlib import metadata  # which imports zipfile and more
-
     missing = next((package for package in ("transformers", "gguf") if find_spec(package) is None), None)
     if missing is not None:
         raise TokenizerUnreadError(f"{missing} is not installed ({install_command('gguf')})")
-    version = metadata.version("transformers")
-    if tuple(int(number) for number in version.split(".")[:2]) < _LEAST_TRANSFORMERS:
+    version = installed_version("transformers") or ""
+    if release_of(version) < _LEAST_TRANSFORMERS:
         least = ".".join(map(str, _LEAST_TRANSFORMERS))
         raise TokenizerUnreadError(f"transformers {version} reads other tokens from some files, {least} does not")
     with TemporaryDirectory() as folder:

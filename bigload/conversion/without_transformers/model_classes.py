@@ -18,6 +18,7 @@ from typing import Any
 
 from bigload.conversion.without_transformers.rules import RenameRule, pattern_of
 from bigload.errors import NamesUnknownError
+from bigload.extras import installed_version, release_of
 
 _REMOTE_CLASSES = {"RWForCausalLM": "FalconForCausalLM", "RWModel": "FalconModel"}
 """Classes that came with code of their own, and the class of transformers that took the model in."""
@@ -143,17 +144,8 @@ def table_version() -> str:
 
 def other_transformers() -> str | None:
     """Return the version of transformers that is installed, if it is of another release than the table's."""
-    from importlib import metadata  # which imports a good part of the standard library
-
-    try:
-        installed = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        return None
-    return installed if _release(installed) != _release(table_version()) else None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    installed = installed_version("transformers")
+    return installed if installed and release_of(installed) != release_of(table_version()) else None
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bigload.extras import installed_version, release_of
 from bigload.planning.choices import Attention
 from bigload.planning.model import families
 from bigload.planning.model.block_shapes import AttentionShapes
@@ -22,7 +23,13 @@ _USUAL_HEAD_DIM = 64
 
 def default_attention(config: ModelConfig) -> Attention:
     """Return the implementation that transformers chooses for a model when none is asked for."""
-    return Attention.EAGER if next(iter(config.model_types), None) in families.EAGER_ONLY else Attention.SDPA
+    model_type = next(iter(config.model_types), "")
+    if model_type in families.EAGER_BEFORE:
+        installed = installed_version("transformers")
+        is_eager = installed is not None and release_of(installed) < families.EAGER_BEFORE[model_type]
+    else:
+        is_eager = model_type in families.EAGER_ONLY
+    return Attention.EAGER if is_eager else Attention.SDPA
 
 
 class AttentionMemory(NamedTuple):

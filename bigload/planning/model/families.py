@@ -45,16 +45,19 @@ OWN_STATE = ("rwkv", "rwkv7", "xlstm", "retnet")
 """Families with keys and values in their names that keep a state of their own kind."""
 
 EAGER_ONLY = frozenset({
-    "big_bird", "bigbird_pegasus", "blip", "bloom", "canine", "clvp", "codegen", "convbert", "cpmant", "deberta",
-    "deberta-v2", "deepseek_v4", "flaubert", "flint", "fnet", "fsmt", "funnel", "gemma2", "git", "got_ocr2", "gpt_neo",
-    "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "ibert", "inkling2",
-    "inkling2_text", "layoutlmv2", "layoutlmv3", "led", "longformer", "longt5", "luke", "markuplm", "megatron-bert",
-    "mimo_v2_flash", "mpnet", "mpt", "mra", "mvp", "nllb-moe", "nystromformer", "openai-gpt", "pegasus_x", "perceiver",
-    "pp_chart2table", "prophetnet", "reformer", "rembert", "roformer", "speech_to_text", "speecht5", "splinter",
-    "squeezebert", "switch_transformers", "t5gemma", "tapas", "trocr", "vaultgemma", "visual_bert", "xglm", "xlm",
-    "xlnet", "yoso",
+    "big_bird", "bigbird_pegasus", "blip", "bloom", "canine", "clvp", "convbert", "cpmant", "deberta", "deberta-v2",
+    "deepseek_v4", "flaubert", "flint", "fnet", "fsmt", "funnel", "gemma2", "git", "got_ocr2", "gpt_neo",
+    "gpt_neox_japanese", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "hy_v4_vl", "hy_v4_vl_text", "ibert",
+    "inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text", "layoutlmv2", "layoutlmv3", "led", "longformer",
+    "longt5", "luke", "markuplm", "megatron-bert", "mimo_v2_flash", "mpnet", "mpt", "mra", "mvp", "nllb-moe",
+    "nystromformer", "openai-gpt", "pegasus_x", "perceiver", "pp_chart2table", "prophetnet", "reformer", "rembert",
+    "roformer", "speech_to_text", "speecht5", "splinter", "squeezebert", "switch_transformers", "t5gemma", "tapas",
+    "trocr", "vaultgemma", "visual_bert", "xglm", "xlm", "xlnet", "yoso",
 })  # fmt: skip
 """Model types that transformers 5 runs with eager attention, because their code has no other."""
+
+EAGER_BEFORE: Mapping[str, tuple[int, int]] = {"codegen": (5, 24), "gptj": (5, 24)}
+"""Model types of which only older releases of transformers do so."""
 
 EAGER_SCORES: Mapping[str, tuple[int, int]] = {
     "bart": (2, 0),

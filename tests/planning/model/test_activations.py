@@ -7,6 +7,7 @@ import pytest
 from bigload.dtypes import DTYPES
 from bigload.planning.choices import Attention
 from bigload.planning.model.activations import block_activations, mask_bytes
+from bigload.planning.model.attention_memory import default_attention
 from bigload.planning.model.block_shapes import read_block
 from bigload.planning.model.config import ModelConfig
 from bigload.planning.model.kv_cache import BlockCache
@@ -138,6 +139,17 @@ def test_eager_attention_stores_scores_of_every_head(dtype, of_scores):
     config, width = {"num_attention_heads": 4}, DTYPES[dtype].bits // 8
     found = bytes_of(GROUPED, Workload(context=1000), config=config, attention=Attention.EAGER, dtype=dtype)
     assert found == 1000 * (STREAM + 3 * 8 + 2 * 8) * width + 4 * 1000 * 1000 * of_scores
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"), [("5.23.1", Attention.EAGER), ("5.24.0", Attention.SDPA), (None, Attention.SDPA)]
+)
+def test_attention_that_a_release_has_made_fused_is_counted_as_the_installed_one_computes_it(
+    installed, expected, monkeypatch
+):
+    monkeypatch.setattr("bigload.planning.model.attention_memory.installed_version", lambda _: installed)
+    assert default_attention(ModelConfig({"model_type": "gptj"})) is expected
+    assert default_attention(ModelConfig({"model_type": "gpt_oss"})) is Attention.EAGER
 
 
 def test_eager_attention_returns_weights_that_live_through_the_feed_forward():
