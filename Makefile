@@ -72,7 +72,7 @@ vllm: $(VLLM_STAMP)  ## Run the tests of what bigload does for vLLM with the rea
 hosts: $(STAMP)  ## Run the tests on several hosts: network namespaces of this machine; takes root, ip and tc.
 	$(BIN)/pytest -q -m "slow or not slow" tests/hosts
 
-gpu: $(NIGHTLY_STAMP)  ## Check and measure what needs CUDA devices, into benchmarks/gpu.md; GPU=sim: dry run.
+gpu: $(NIGHTLY_STAMP)  ## Check and measure what needs CUDA devices, into benchmarks/gpu.md; GPU=sim: dry run, into bench/gpu-sim.md.
 	$(NIGHTLY)/bin/python benchmarks/bench_gpu.py --device $(or $(GPU),cuda)
 
 matrix:  ## Run the essential tests under every Python and torch at hand (PYTHONS=..., TORCHES=...).

@@ -309,7 +309,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "sim"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--out", type=Path, default=FOLDER / "gpu.md")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/gpu.md; of a dry run bench/gpu-sim.md")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -328,7 +328,10 @@ def main() -> int:
         model = Path(folder) / "model"
         makers.make(recipe, model, data="random")
         setting = Setting(torch.device(asked.device, 0), model, rounds=asked.rounds)
-        with asked.out.open("w", encoding="utf-8") as document:
+        # Figures that mean nothing must not take the place of measured ones.
+        out = asked.out or (FOLDER.parent / "bench" / "gpu-sim.md" if asked.device == "sim" else FOLDER / "gpu.md")
+        out.parent.mkdir(exist_ok=True)
+        with out.open("w", encoding="utf-8") as document:
             for line in _heading(setting, sys.argv[1:]):
                 print(line, file=document)
             for line, is_failure in run(setting, asked.only):

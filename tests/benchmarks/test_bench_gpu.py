@@ -1,6 +1,7 @@
 """`make gpu` on a simulated accelerator: every part runs, or says why it does not."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,19 @@ def test_a_part_by_itself_names_hardware_and_versions(tmp_path):
     for said in ("Dry run on a simulated accelerator", "--only streaming", "- cores: ", ", torch 2.", "of the bound"):
         assert said in document
     assert "computes something else" not in document
+
+
+@pytest.mark.slow
+def test_a_dry_run_leaves_measured_figures_alone(tmp_path):
+    for name in ("fixtures", "tests"):
+        (tmp_path / name).symlink_to(SCRIPT.parents[1] / name)
+    script = tmp_path / "benchmarks" / "bench_gpu.py"
+    shutil.copytree(SCRIPT.parent, script.parent, ignore=shutil.ignore_patterns("results"))
+    command = [sys.executable, script, "--device", "sim", "--rounds", "1", "--only", "memory"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Dry run" in (tmp_path / "bench" / "gpu-sim.md").read_text()
+    assert not (script.parent / "gpu.md").exists()
 
 
 @pytest.mark.slow
