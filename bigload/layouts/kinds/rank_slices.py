@@ -70,6 +70,7 @@ def lay_out(request: LayoutRequest) -> Output:
     documents: dict[str, bytes] = {}
     tensors = request.in_execution_order()
     by_stage = [tensors] if stages is None else [_of_stage(tensors, modules) for modules in stages]
+    divided = divided.noting(request.checkpoint, frozenset(tensor.name for held in by_stage for tensor in held))
     for stage, held in enumerate(by_stage):
         columns = _parts(held, divided)
         # The first rank has the largest pieces (torch.chunk), so what fits into its files fits into those of all.

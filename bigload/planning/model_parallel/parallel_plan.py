@@ -183,8 +183,9 @@ def communication_lines(plan: ParallelPlan) -> list[str]:
     links = f"{_rate(plan.links.gpu)} within a host" + (
         f" and {_rate(plan.links.host)} between hosts" if plan.grid.hosts > 1 else ""
     )
+    gathered = f", and a gather of {format_size(sent.logits_bytes)} of logits" if sent.logits_bytes else ""
     return [
-        f"A token{of_each} takes {', '.join(passed)}, of {format_size(sent.message_bytes)} each.",
+        f"A token{of_each} takes {', '.join(passed)}, of {format_size(sent.message_bytes)} each{gathered}.",
         f"At {links} that is {_least(plan.token_seconds())}, and {_least(least)} for a chunk of {chunk} tokens, "
         "without latencies.",
     ]

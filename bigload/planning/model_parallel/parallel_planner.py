@@ -14,6 +14,7 @@ from bigload.checkpoint.source import open_checkpoint
 from bigload.errors import DoesNotFitError, OptionError
 from bigload.planning.advice import rounded, written
 from bigload.planning.choices import Policy
+from bigload.planning.model.module_tree import key_above
 from bigload.planning.model_parallel.divided_model import DividedModel
 from bigload.planning.model_parallel.parallel_plan import ParallelPlan, RankUse
 from bigload.planning.model_parallel.rank_grid import GPU_BANDWIDTH, HOST_BANDWIDTH, Links, RankGrid
@@ -195,7 +196,9 @@ def _does_not_fit(made: ParallelPlan, model: DividedModel, request: ParallelRequ
 
 def _notes(model: DividedModel, grid: RankGrid, workload: Workload) -> Iterator[PlanNote]:
     structure = model.structure
-    yield from model.divided.notes
+    left_out = structure.extra_layers
+    held = frozenset(name for name in model.checkpoint.tensors if key_above(name, left_out) is None)
+    yield from model.divided.noting(model.checkpoint, held).notes
     if structure.extra_layers:
         names = ", ".join(structure.extra_layers)
         text = f"no rank holds layers that only predict further tokens: {names}; --mtp places them too"

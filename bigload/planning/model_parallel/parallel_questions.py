@@ -214,7 +214,7 @@ def _reasons(
         if divided.num_shared:
             parts.append(f"{counted(divided.num_shared, 'tensor')} divided by heads that several ranks share")
         if divided.num_whole:
-            parts.append(f"{counted(divided.num_whole, 'tensor')}, {format_size(divided.whole_bytes)}, whole on each")
+            parts.append(f"{counted(divided.num_whole, 'tensor')} ({format_size(divided.whole_bytes)}) whole on each")
         text = f"a rank holds {format_size(divided.rank_bytes)} of it: {', '.join(parts)}"
         yield PlanNote(code="division", text=text)
     if cached:

@@ -6,8 +6,8 @@ Divisions follow from names, shapes and the config alone, so a layer that does n
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bigload.checkpoint.model import Checkpoint, forms_of
 from bigload.errors import PartitionError
@@ -39,6 +39,11 @@ class Partition:
     divisions: Mapping[str, Division]
     summed: tuple[str, ...] = ()
     notes: tuple[PlanNote, ...] = ()
+
+    def noting(self, checkpoint: Checkpoint, names: Container[str]) -> Partition:
+        """Return this with notes on those of its tensors that are among `names`: what no rank holds is left out."""
+        held = {name: division for name, division in self.divisions.items() if name in names}
+        return replace(self, notes=tuple(_notes(checkpoint, held, self.tp)))
 
 
 def partition(checkpoint: Checkpoint, *, tp: int, rules: Mapping[str, str] | None = None) -> Partition:
@@ -73,8 +78,8 @@ def partition(checkpoint: Checkpoint, *, tp: int, rules: Mapping[str, str] | Non
             details=[f"{what}{_times(names)}: {why}" for (what, why), names in problems.items()],
             hint=f"{other}, or give {whole}",
         )
-    notes = tuple(_notes(checkpoint, divisions, tp))
-    return Partition(tp=tp, divisions=divisions, summed=tuple(summed), notes=notes)
+    made = Partition(tp=tp, divisions=divisions, summed=tuple(summed))
+    return made.noting(checkpoint, divisions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,7 @@ def _unknown(checkpoint: Checkpoint, config: ModelConfig) -> PartitionError:
 
 
 def _notes(checkpoint: Checkpoint, divisions: Mapping[str, Division], tp: int) -> Iterator[PlanNote]:
+    """Yield what is worth knowing about `divisions`, some or all of those of `checkpoint`."""
     whole = [checkpoint.tensors[name] for name, division in divisions.items() if division.dim is None]
     if whole and tp > 1:
         total = format_size(sum(tensor.num_bytes for tensor in whole))

@@ -56,6 +56,17 @@ def request(tp, pp, **options):
     return ParallelRequest(grid=RankGrid(tp=tp, pp=pp), options=options_of(**{"overhead": 0, **options}), tp_rules={})
 
 
+def test_what_a_plan_leaves_out_is_not_noted(tmp_path):
+    model(tmp_path / "model")
+    config = {**CONFIG, "num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    plan = bigload.plan_ranks(tmp_path / "model", "80GiB", tp=2, pp=2)
+    bigload.reshard(plan, tmp_path / "out")
+    (noted,) = [note.text for note in plan.notes if note.code == "replicated"]
+    assert noted.startswith("5 tensors, ")
+    assert [note["text"] for note in json.loads((tmp_path / "out" / RANKS_FILE).read_text())["notes"]] == [noted]
+
+
 @given(st.integers(1, 7), st.sampled_from([1, 2, 4]), st.data())
 def test_ranks_get_the_bytes_that_the_plan_counted(layers, tp, data):
     pp = data.draw(st.integers(1, layers))

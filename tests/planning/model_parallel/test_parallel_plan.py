@@ -193,6 +193,18 @@ def test_latent_attention_is_cached_whole_on_every_rank():
     assert {use.kv_bytes for use in plan.ranks} == {(rank + rotary) * 2 * 100}
 
 
+def test_what_no_rank_holds_is_not_said_to_be_whole_on_each():
+    checkpoint, forms = llama(3)
+    kept = {name: form for name, form in forms.items() if ".layers.2." not in name}
+    config = {**checkpoint.config, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    notes = [
+        {note.code: note.text for note in plan_parallel(checkpoint_of(each, config=config), LARGE, asked).notes}
+        for each, asked in [(forms, request(2, 2)), (kept, request(2, 2)), (forms, request(2, 2, mtp=True))]
+    ]
+    assert "left-out" in notes[0]
+    assert [each["replicated"].split(",")[0] for each in notes] == ["3 tensors", "3 tensors", "4 tensors"]
+
+
 def test_the_rows_of_a_vocabulary_that_engines_add_are_counted():
     checkpoint, _ = llama(2, vocab=100)
     plan = plan_parallel(checkpoint, LARGE, request(4, 1))
