@@ -2,12 +2,12 @@
 
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from reserved_ports import reserved_port
 
 from make import load_recipe, make
 
@@ -25,10 +25,10 @@ def lines():
     return [shlex.split(line, comments=True) for line in re.findall(r"^torchrun .*fill\.py.*$", GUIDE, re.MULTILINE)]
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+@pytest.fixture
+def port():
+    with reserved_port() as port:
+        yield port
 
 
 def torchrun(words, folder):
@@ -38,13 +38,12 @@ def torchrun(words, folder):
 
 @pytest.mark.peers
 @pytest.mark.slow
-def test_the_lines_of_the_readme_fill_a_model_on_one_host_and_on_two(tmp_path):
+def test_the_lines_of_the_readme_fill_a_model_on_one_host_and_on_two(tmp_path, port):
     pytest.importorskip("transformers")
     make(load_recipe("tiny-llama"), tmp_path / "llama-8b", data="random")
     (tmp_path / "fill.py").write_text(script())
     one_host, two_hosts = lines()
-    endpoint = f"127.0.0.1:{free_port()}"
-    on_two = [endpoint if word.startswith("host0:") else word for word in two_hosts]
+    on_two = [f"127.0.0.1:{port}" if word.startswith("host0:") else word for word in two_hosts]
     for launches in ([one_host], [on_two, on_two]):
         running = [torchrun(words, tmp_path) for words in launches]
         said = [process.communicate(timeout=300) for process in running]

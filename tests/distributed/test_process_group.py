@@ -4,13 +4,14 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from patience import ends, wait_for_line
+from reserved_ports import reserved_port
 
 import bigload
 from bigload.distributed.joining import current_process_group, launched_process_group
@@ -106,24 +107,19 @@ with launched_process_group() as team:
 """
 
 
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 @contextmanager
-def started(program, size, *arguments):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(Path(bigload.__file__).parents[1]), os.environ.get("PYTHONPATH", ""))),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+def started(program, size):
+    """Yield processes of `program`, which may have one more server at the port that is its argument."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with ExitStack() as opened:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(Path(bigload.__file__).parents[1]), os.environ.get("PYTHONPATH", ""))),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(opened.enter_context(reserved_port())),
+        }
+        command = [sys.executable, "-c", program, str(opened.enter_context(reserved_port()))]
         processes = []
         for rank in range(size):
             process = subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes)
@@ -214,9 +210,8 @@ def test_what_a_peer_sends_is_not_unpickled():
 
 @pytest.mark.slow
 def test_real_processes_share_fail_together_and_notice_a_kill():
-    with started(SCENES, 2, free_port()) as (first, second):
-        output, errors = first.communicate(timeout=120)
-        other_output, other_errors = second.communicate(timeout=120)
+    with started(SCENES, 2) as (first, second):
+        (output, errors), (other_output, other_errors) = ends([first, second])
     assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), errors + other_errors
     heard, other = json.loads(output), json.loads(other_output)
     rank, reason = heard.pop("gone")
@@ -242,12 +237,12 @@ def test_real_processes_share_fail_together_and_notice_a_kill():
 @pytest.mark.slow
 def test_ctrl_c_ends_who_waits_and_then_the_others_although_one_is_busy():
     with started(INTERRUPTED, 4) as processes:
-        for process in processes:
-            assert process.stdout.readline() == "waiting\n"
+        wait_for_line(processes, "waiting")
         processes[1].send_signal(signal.SIGINT)
-        assert processes[1].wait(60) == 130
-        for process in processes[2:]:  # not neighbours of it, and the first still works
-            _, errors = process.communicate(timeout=60)
+        ends([processes[1]])
+        assert processes[1].returncode == 130
+        others = processes[2:]  # not neighbours of it, and the first still works
+        for process, (_, errors) in zip(others, ends(others), strict=True):
             assert process.returncode != 0
             assert "process 1 failed: it can no longer be reached" in errors
         assert processes[0].poll() is None

@@ -5,7 +5,8 @@ import time
 
 import pytest
 import torch
-from host_ranks import SILENCE_SECONDS, launched, rank_command, returned, torchrun, wait_for_line
+from host_ranks import SILENCE_SECONDS, launched, rank_command, returned, torchrun
+from patience import wait_for_line
 from safetensors.torch import save_file
 from torch import nn
 

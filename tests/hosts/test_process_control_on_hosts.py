@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from host_ranks import SILENCE_SECONDS, TIMEOUT_SECONDS, launched, rank_command, returned, torchrun, wait_for_line
+from host_ranks import SILENCE_SECONDS, launched, rank_command, returned, torchrun
 from network_hosts import SHARED
+from patience import TIMEOUT_SECONDS, wait_for_line
 
 import bigload
 from bigload.errors import RankError

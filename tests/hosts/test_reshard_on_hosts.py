@@ -6,7 +6,8 @@ import sys
 import time
 
 import pytest
-from host_ranks import SILENCE_SECONDS, ends, launched, rank_command, torchrun, wait_for_line
+from host_ranks import SILENCE_SECONDS, launched, rank_command, torchrun
+from patience import ends, wait_for_line
 
 from bigload.distributed.process_group import SingleProcess
 from bigload.layouts.resharding.reshard import reshard

@@ -18,8 +18,8 @@ from worker_models import Deadly, Unbuildable
 
 X = torch.ones(4)
 EXAMPLE = {"x": X}
-SOON = 20
-"""Seconds that even a busy machine does not need; workers that sleep do so for 100."""
+SOON = 60
+"""Seconds that even a machine that stands still for a while does not need; workers that sleep do so for 100."""
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_what_one_worker_raises_while_others_wait_for_it_is_told(spread):
 
 @pytest.mark.slow
 def test_who_hangs_is_told_with_the_places_of_all(spread):
-    model, parallel = spread(timeout=1.0)
+    model, parallel = spread(timeout=3.0)  # in which the one reaches what the other never does
     process_ids = parallel.process_ids
     with pytest.raises(WorkerTimeoutError, match="no answer of workers 0, 1 within") as caught:
         model(X, "sleep", rank=1)
@@ -106,11 +106,10 @@ def test_who_hangs_is_told_with_the_places_of_all(spread):
 def test_an_interrupt_in_the_middle_of_a_collective_ends_the_workers(spread):
     model, parallel = spread()
     process_ids = parallel.process_ids
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        model(X, "sleep", rank=1)
-    assert time.monotonic() - began < 0.3 + SOON
+        model(X, "interrupt", rank=1)
+    assert time.monotonic() - began < SOON
     assert not any(map(is_running, process_ids))
     with pytest.raises(WorkerError, match="KeyboardInterrupt"):
         model(X)

@@ -13,18 +13,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from select import select
 
 from network_hosts import Host
+from patience import TIMEOUT_SECONDS, ends
 
 ROOT = Path(__file__).parents[2]
 SILENCE_SECONDS = 4
 """How long a host of tests may answer nothing: bigload's own limit is a minute."""
-
-TIMEOUT_SECONDS = 120
-"""Longer than anything here takes on a busy machine: a rank that still runs then waits forever.
-
-So does torchrun where its own ranks are done and one of another host has failed: it waits 300 s for all to finish."""
 
 _PATH = (ROOT, ROOT / "cli", ROOT / "tests" / "support", ROOT / "tests")
 _RENDEZVOUS = ("--rdzv-backend=c10d", "--rdzv-endpoint=host-0:29500", "--rdzv-conf=last_call_timeout=1")
@@ -66,27 +61,6 @@ def rank_command(function, *arguments: object, is_joined: bool = True) -> list[o
     return [sys.executable, __file__, file, function.__name__, int(is_joined), json.dumps(arguments, default=str)]
 
 
-def wait_for_line(processes: Sequence[subprocess.Popen], line: str) -> None:
-    """Wait until each of `processes` has written `line`, its next one; what follows is left to `ends`.
-
-    Raises:
-        AssertionError: a process wrote something else, or nothing.
-    """
-    patience = TIMEOUT_SECONDS
-    for number, process in enumerate(processes):
-        written = b""
-        while patience > 0 and not written.endswith(b"\n"):
-            if not select([process.stdout], [], [], 1)[0]:
-                patience -= 1
-            elif byte := os.read(process.stdout.fileno(), 1):  # a buffer would keep from `ends` what it has read
-                written += byte
-            else:
-                break
-        if written.decode() != f"{line}\n":
-            ends(processes)
-            raise AssertionError(f"process {number} of these said {written!r}, not {line!r}")
-
-
 def returned(processes: Sequence[subprocess.Popen]) -> dict[int, object]:
     """Wait for `processes`, and return what their ranks returned, by rank: those that wrote it before their end.
 
@@ -96,34 +70,6 @@ def returned(processes: Sequence[subprocess.Popen]) -> dict[int, object]:
     lines = [line for output, _ in ends(processes) for line in output.splitlines() if line.startswith("returned ")]
     found = (line.split(" ", 2)[1:] for line in lines)
     return {int(rank): json.loads(value) for rank, value in found}
-
-
-def ends(processes: Sequence[subprocess.Popen]) -> list[tuple[str, str]]:
-    """Wait for `processes`, and return what each wrote to its output and its errors; its status is in `returncode`.
-
-    It is written to the output of the test too, which pytest shows if it fails.
-
-    Raises:
-        AssertionError: a process did not end.
-    """
-    written, waiting = [], []
-    patience = TIMEOUT_SECONDS  # in waits of a second, not by a clock: a machine that stood still says nothing of ranks
-    for process in processes:
-        ended = None
-        while ended is None:
-            try:
-                ended = process.communicate(timeout=1)
-            except subprocess.TimeoutExpired as wait:
-                patience -= 1
-                if patience <= 0:  # the process ends with its host
-                    waiting.append(len(written))
-                    ended = tuple((text or b"").decode() for text in (wait.output, wait.stderr))
-        written.append(ended)
-    for number, (process, (output, errors)) in enumerate(zip(processes, written, strict=True)):
-        status = f"process {number} of these, with status {process.returncode}"
-        sys.stdout.write(f"{status}, wrote to its output:\n{output}\nand to its errors:\n{errors}\n")
-    assert not waiting, f"processes {waiting} of these wait forever, or for a rank that failed"
-    return written
 
 
 def _environment() -> dict[str, str]:

@@ -62,9 +62,16 @@ def leave(rank):
 
 
 def fork(rank):
-    if os.fork() == 0:
-        time.sleep(2)
-        os._exit(0)
+    if child := os.fork():
+        return child
+    time.sleep(100)
+    os._exit(0)
+
+
+def interrupt(rank):
+    """Interrupt the process that waits for the answer, which does not come."""
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(100)
 
 
 def descriptors(rank):
@@ -82,6 +89,7 @@ ACTS = {
     "kill": lambda rank: os.kill(os.getpid(), signal.SIGKILL),
     "abort": lambda rank: os.abort(),
     "sleep": lambda rank: time.sleep(100),
+    "interrupt": interrupt,
     "fork": fork,
     "descriptors": descriptors,
 }

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from patience import ends
+
 
 @dataclass(frozen=True)
 class Census:
@@ -67,9 +69,15 @@ def ended(process_ids, *, within=1.0):
     return not any(map(is_running, process_ids))
 
 
-def run_program(program, *arguments, **options):
+def run_program(program, *arguments):
     """Run the text or file `program` in a fresh interpreter that finds what this one does; return how it ended."""
     source = [program] if isinstance(program, Path) else ["-c", program]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, *source, *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60, **options)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            ((output, errors),) = ends([process])
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)

@@ -85,6 +85,11 @@ class Deadly(nn.Module):
     def sleep(self):
         time.sleep(100)
 
+    def interrupt(self):
+        """Interrupt the process that waits for the answer, which does not come."""
+        os.kill(os.getppid(), signal.SIGINT)
+        self.sleep()
+
     def differ(self):
         self.weight = nn.Parameter(self.weight[:1])
 
