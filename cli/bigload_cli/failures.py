@@ -163,7 +163,11 @@ def _usage_failure(error: BaseException) -> Failure:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else " ".join(["bigload", *sys.argv[1:2]])  # of a verb
     sentence = (message[:1].lower() + message[1:]).rstrip(".").replace(". Did you mean", "; did you mean")
-    return Failure(exit_code=BAD_USAGE, code="usage", message=sentence, hint=f"{command} --help lists what there is")
+    hint = f"{command} --help lists what there is"
+    if thousands := re.search(r"'(\d+)[kK]' is not a valid int", message):  # tokens are often counted in them
+        count = int(thousands[1])
+        hint = f"write {count * 1024} or {count * 1000}"
+    return Failure(exit_code=BAD_USAGE, code="usage", message=sentence, hint=hint)
 
 
 def _asks_for_json(arguments: list[str]) -> bool:

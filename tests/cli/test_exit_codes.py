@@ -51,6 +51,7 @@ USAGE = [
     ("bigload plan tiny-llama --explain", "option '--explain' requires an argument", "bigload plan --help lists"),
     ("bigload plan tiny-llama --hosts 2 -m 80GiB", "hosts is 2", "for example tp 8 and pp 2"),
     ("bigload plan tiny-llama --tp 3 -m 80GiB", "does not divide among 3 ranks", "--tp-rules FILE"),
+    ("bigload plan tiny-llama -m cpu=1GiB --context 128k", "'128k' is not a valid int", "write 131072 or 128000"),
     ("bigload isnpect tiny-llama", "'isnpect'", "'inspect'"),
     ("bigload inspect", "PATH"),
     ("bigload inspect tiny-llama too-much", "too-much"),
