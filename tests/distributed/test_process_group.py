@@ -96,11 +96,11 @@ from bigload.distributed.joining import launched_process_group
 
 with launched_process_group() as team:
     team.all_gather(None)
-    print("waiting", flush=True)
-    if team.rank == 0:
-        sys.stdin.readline()  # busy with its share
-        sys.exit()
     try:
+        print("waiting", flush=True)  # from now on it may be interrupted
+        if team.rank == 0:
+            sys.stdin.readline()  # busy with its share
+            sys.exit()
         team.all_gather(None)
     except KeyboardInterrupt:
         sys.exit(130)
