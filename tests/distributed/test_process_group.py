@@ -242,7 +242,8 @@ def test_ctrl_c_ends_who_waits_and_then_the_others_although_one_is_busy():
         ends([processes[1]])
         assert processes[1].returncode == 130
         others = processes[2:]  # not neighbours of it, and the first still works
-        for process, (_, errors) in zip(others, ends(others), strict=True):
-            assert process.returncode != 0
-            assert "process 1 failed: it can no longer be reached" in errors
+        told = [errors for _, errors in ends(others)]
+        assert 0 not in [process.returncode for process in others]
+        assert all("failed: it can no longer be reached" in errors for errors in told)
+        assert any("process 1 failed" in errors for errors in told)  # who is slow may find who heard it first gone
         assert processes[0].poll() is None
