@@ -32,7 +32,7 @@ GOALS = {"llama-70b": "cold <= 1.0 s, <= 5 MB", "deepseek-v3": "cold <= 3 s, <= 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RemoteRun:
     """One process: its seconds, those on a core, its peak memory, and what it asked the server for.
 
     Attributes:
@@ -64,7 +64,7 @@ def main() -> None:
         for name in arguments.models:
             make(load_recipe(name), Path(folder, name), data="sparse")
             hub.add(f"org/{name}", Path(folder, name), lfs_bytes=10 << 20)
-            runs: dict[str, list[Run]] = {"cold": [], "warm": [], "local": []}
+            runs: dict[str, list[RemoteRun]] = {"cold": [], "warm": [], "local": []}
             for index in range(arguments.runs):
                 cache = Path(folder, f"cache-{name}-{index}")
                 environment = {**os.environ, **hub.environment(cache)}
@@ -78,7 +78,7 @@ def main() -> None:
                 print(f"  {case:6} {in_words(found, nothing)}")
 
 
-def run(hub: HubServer, command: list[str], environment: dict[str, str]) -> Run:
+def run(hub: HubServer, command: list[str], environment: dict[str, str]) -> RemoteRun:
     """Run a command to its end, its words unseen."""
     hub.requests.clear()
     hub.busy.clear()
@@ -93,7 +93,7 @@ def run(hub: HubServer, command: list[str], environment: dict[str, str]) -> Run:
     ended = time.monotonic()
     data = [(start, stop) for start, stop in hub.busy if stop - start > DATA_SECONDS]
     first, last = (data[0][0], data[-1][1]) if data else (ended, ended)
-    return Run(
+    return RemoteRun(
         seconds=ended - began,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         peak_bytes=usage.ru_maxrss * 1024,
@@ -105,7 +105,7 @@ def run(hub: HubServer, command: list[str], environment: dict[str, str]) -> Run:
     )
 
 
-def in_words(runs: list[Run], idle_bytes: int) -> str:
+def in_words(runs: list[RemoteRun], idle_bytes: int) -> str:
     """Return the median and range of seconds, and the most of everything else."""
     seconds = [each.seconds for each in runs]
     above = (max(each.peak_bytes for each in runs) - idle_bytes) / 2**20

@@ -73,7 +73,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class GrowthRun:
     """Processes to measure together: the kind of each, and its arguments."""
 
     kind: str
@@ -87,7 +87,7 @@ class Series:
     axis: str
     work: str
     xs: tuple[int, ...]
-    prepare: Callable[[Path, int], Run]
+    prepare: Callable[[Path, int], GrowthRun]
 
 
 def dense(name: str, *, layers: int, width: int, inner: int, shards: int, heads: int = 32) -> Recipe:
@@ -201,30 +201,30 @@ def divisible(folder: Path, _: int) -> Path:
 Make = Callable[[Path, int], Path]
 
 
-def command(make_: Make, words: Callable[..., Sequence[str]], *more: str) -> Callable[[Path, int], Run]:
+def command(make_: Make, words: Callable[..., Sequence[str]], *more: str) -> Callable[[Path, int], GrowthRun]:
     """Return the preparation of a command; `words` are given the checkpoint, a path for its output, and the size."""
 
-    def prepare(folder: Path, x: int) -> Run:
-        return Run(kind="command", processes=({"words": [*words(make_(folder, x), folder / OUT, x), *more]},))
+    def prepare(folder: Path, x: int) -> GrowthRun:
+        return GrowthRun(kind="command", processes=({"words": [*words(make_(folder, x), folder / OUT, x), *more]},))
 
     return prepare
 
 
-def loaded(make_: Make, method: str | None = None) -> Callable[[Path, int], Run]:
+def loaded(make_: Make, method: str | None = None) -> Callable[[Path, int], GrowthRun]:
     """Return the preparation of a load of all tensors."""
 
-    def prepare(folder: Path, x: int) -> Run:
+    def prepare(folder: Path, x: int) -> GrowthRun:
         made(folder, dense("warm-up", layers=1, width=32, inner=32, shards=1, heads=4))
-        return Run(kind="load", processes=({"path": str(make_(folder, x)), "method": method},))
+        return GrowthRun(kind="load", processes=({"path": str(make_(folder, x)), "method": method},))
 
     return prepare
 
 
-def ranks(folder: Path, size: int) -> Run:
+def ranks(folder: Path, size: int) -> GrowthRun:
     """Return ranks that each load their rows."""
     path, meeting = str(divisible(folder, size)), str(folder / "meeting")
     each = ({"path": path, "rank": rank, "size": size, "meeting": meeting} for rank in range(size))
-    return Run(kind="load_sharded", processes=tuple(each))
+    return GrowthRun(kind="load_sharded", processes=tuple(each))
 
 
 def inspect(path: Path, _: Path, __: int) -> Sequence[str]:
@@ -261,14 +261,14 @@ def reshard_tp(path: Path, out: Path, count: int) -> Sequence[str]:
     return ("reshard", str(path), str(out), "-q", "--tp", str(count))
 
 
-def reshard_devices(folder: Path, count: int) -> Run:
+def reshard_devices(folder: Path, count: int) -> GrowthRun:
     """Return a reshard for the devices of a plan, which is made here."""
     path, out, plan_file = divisible(folder, count), folder / OUT, folder / f"plan-{count}.json"
     words = [*plan_devices(path, out, count), "-q", "-o", str(plan_file)]
     plan_file.unlink(missing_ok=True)
     program = "from bigload_cli.app import main; main()"
     subprocess.run([sys.executable, "-c", program, *words], check=True, stdout=subprocess.DEVNULL)
-    return Run(kind="command", processes=({"words": ["reshard", str(plan_file), str(out), "-q"]},))
+    return GrowthRun(kind="command", processes=({"words": ["reshard", str(plan_file), str(out), "-q"]},))
 
 
 def stored_bytes(path: Path) -> int:
@@ -317,7 +317,7 @@ SERIES = (
 )
 
 
-def measured(run: Run, folder: Path, x: int) -> Point:
+def measured(run: GrowthRun, folder: Path, x: int) -> Point:
     """Run the processes of `run` once, and return what they took."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         reports = [Path(scratch) / str(number) for number in range(len(run.processes))]

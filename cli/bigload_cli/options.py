@@ -102,3 +102,9 @@ def thread_counts(text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= 256 for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of thread counts from 1 to 256, such as 1,2,4")
     return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Return whether the parameter `name` is on the command line, not in a variable."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -9,7 +9,7 @@ import typer
 
 from bigload.errors import OptionError
 from bigload_cli.commands.questions import PlanAnswer, PlanQuestion
-from bigload_cli.options import size_option
+from bigload_cli.options import is_given, size_option
 from bigload_cli.output import AnswerForm, open_shown, say_warnings
 from bigload_cli.plan_answers import deliver
 
@@ -40,12 +40,6 @@ def asked(ctx: typer.Context) -> bool:
             hint="leave out one or the other",
         )
     return True
-
-
-def is_given(ctx: typer.Context, name: str) -> bool:
-    """Return whether the parameter `name` is on the command line, not in a variable."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def run(given: Mapping[str, Any], options: PlanOptions, question: PlanQuestion, form: AnswerForm) -> None:

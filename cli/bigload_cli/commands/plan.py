@@ -13,7 +13,6 @@ from bigload.errors import OptionError
 from bigload.planning.choices import Attention, Balance, Experts, NameScheme, Order, Policy
 from bigload.planning.policy_registry import POLICIES
 from bigload_cli.commands import parallel_plans, predictions, questions
-from bigload_cli.commands.parallel_plans import is_given
 from bigload_cli.failures import AnswerIsNoError, named_as_options
 from bigload_cli.options import (
     CHECKPOINT,
@@ -25,6 +24,7 @@ from bigload_cli.options import (
     TP,
     TP_RULES,
     ColorMode,
+    is_given,
     option,
 )
 from bigload_cli.output import AnswerForm, open_shown, print_text, say, say_warnings

@@ -21,6 +21,7 @@ from bigload_cli.options import (
     QUIET,
     ColorMode,
     argument,
+    is_given,
     option,
     size_option,
 )
@@ -144,12 +145,9 @@ def run(
     from bigload.extras import require
 
     mode = _mode({_Mode.PROMPT: prompt, _Mode.CHAT: chat or None, _Mode.FILE: file, _Mode.RANDOM: random_tokens})
-    source = call.get_parameter_source("max_memory")
     _refuse(
         {
-            "--plan and -m: the plan has limits of its own": plan
-            and source is not None
-            and source.name == "COMMANDLINE",
+            "--plan and -m: the plan has limits of its own": plan and is_given(call, "max_memory"),
             "--plan and --from-disk: a plan says what is on disk": plan and from_disk,
             "--chat and --json: a conversation is no document": mode is _Mode.CHAT and as_json,
             "--repeat is for --random-tokens": mode is not _Mode.RANDOM and repeat > 1,
