@@ -17,6 +17,7 @@ from bigload.units import GIB, MIB
 
 _PIECE_BYTES = 64 * MIB
 _IDLE_SECONDS = 2.5
+_MOST_TOUCHES = 5
 _LEAST_DIFFERENCE = 1.5
 """Times longer than touches of memory that was just freed; less is what such figures differ by anyhow."""
 
@@ -25,10 +26,16 @@ def renew(num_bytes: int) -> None:
     """Touch fresh memory and give it back, so that the system has `num_bytes` at hand.
 
     Half as much again, because not all that is given back is what the next process gets; at most half of what is
-    available: what the page cache holds shall stay there.
+    available: what the page cache holds shall stay there. And again, until the host is not waited for.
     """
     available, num_bytes = available_memory(), num_bytes * 3 // 2
-    _touch_all(num_bytes if available is None else min(num_bytes, available // 2))
+    if available is not None:
+        num_bytes = min(num_bytes, available // 2)
+    seconds = [_touch_all(num_bytes)]
+    while len(seconds) < _MOST_TOUCHES:
+        seconds.append(_touch_all(num_bytes))
+        if seconds[-2] <= _LEAST_DIFFERENCE * seconds[-1]:
+            break
 
 
 def fresh_memory_rate(num_bytes: int, *, repeats: int) -> int | None:
