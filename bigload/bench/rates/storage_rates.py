@@ -35,7 +35,7 @@ from bigload.machine.profiles.machine_profile import MachineProfile
 from bigload.machine.threads.thread_pool import usable_cores
 from bigload.units import MIB
 
-_LEAST_REPEATS, _MOST_REPEATS = 3, 9
+_LEAST_REPEATS, _MOST_REPEATS = 3, 7
 _TENSOR_BYTES = 16 * MIB
 _MAPPED_BLOCK_BYTES = 128 * MIB
 _EXPERT_BYTES = 8 * MIB
@@ -194,12 +194,17 @@ def _first_tensors(checkpoint: Checkpoint, num_bytes: int) -> Checkpoint:
 
 
 def _write(file: Path, num_bytes: int) -> None:
-    """Write a checkpoint of random bytes: file systems store zeros, and what they have already, without the disk."""
+    """Write a checkpoint of random bytes: file systems store zeros, and what they have already, without the disk.
+
+    All tensors have the same bytes, each a byte further: no block, of whatever size, is there twice.
+    """
     shape = (_TENSOR_BYTES // 2,)
     count = num_bytes // (prod(shape) * 2)
     entries = [(f"tensor.{number}", DTYPES["BF16"], shape, _TENSOR_BYTES) for number in range(count)]
+    content = memoryview(os.urandom(_TENSOR_BYTES))
     with file.open("xb", buffering=0) as opened:
         opened.write(encode_header(entries, metadata={}))
-        for _ in range(count):
-            opened.write(os.urandom(_TENSOR_BYTES))
+        for first in range(count):
+            for part in (content[first:], content[:first]):
+                opened.write(part)
         os.fsync(opened.fileno())
