@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import statistics
+import sys
 import time
 from collections.abc import Iterator
-from importlib import import_module
 from math import prod
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,26 +26,35 @@ _FEW_LAYERS, _MANY_LAYERS = 1, 17
 _FEW_EXPERTS, _MANY_EXPERTS = 4, 68
 _WIDTH = 16
 _REPEATS = 5
+_FIRST_LOADS = 3  # a second each, most of it the start of a process
 
 
 def matching_seconds() -> dict[str, float]:
-    """Return the figures of `MachineProfile` that are about loads of models without bytes, by their names there."""
+    """Return the figures of `MachineProfile` that are about loads of models without bytes, by their names there.
+
+    To be run in a process of its own, which has loaded no model and started no thread.
+    """
     with TemporaryDirectory(prefix="bigload-measure-") as folder:
         file = Path(folder, "model.safetensors")
-        _, few_tensors = _seconds(file, layers=_FEW_LAYERS)  # imports what loads import
+        first, few_tensors = _first_seconds(file)
+        _seconds(file, layers=_FEW_LAYERS)  # here too, what is slow the first time is done now
         each = _seconds_each(file, {"layers": _FEW_LAYERS}, {"layers": _MANY_LAYERS})
         of_expert = _seconds_each(file, {"experts": _FEW_EXPERTS}, {"experts": _MANY_EXPERTS})
-        first = statistics.median(_first_seconds(file) for _ in range(_REPEATS))
     first = max(first - few_tensors * each, 0.0)
     return {"matching_seconds": first, "tensor_seconds": each, "expert_tensor_seconds": of_expert}
 
 
-def _first_seconds(file: Path) -> float:
-    """Return the seconds of a load in a process that has not asked transformers for its rules, nor compiled them."""
-    rules: Any = import_module("transformers.conversion_mapping")
-    rules._checkpoint_conversion_mapping_cache = None
-    re.purge()
-    return _seconds(file, layers=_FEW_LAYERS)[0]
+def _first_seconds(file: Path) -> tuple[float, int]:
+    """Return the seconds of a first load, and the number of its tensors: of processes that branch off from this one."""
+    _empty(layers=_FEW_LAYERS, experts=0)  # a process that loads a model has imported its code
+    way = "fork" if sys.platform == "linux" else "spawn"
+    with get_context(way).Pool(1, maxtasksperchild=1) as process:
+        return statistics.median_low(process.apply(_branched_seconds, (file,)) for _ in range(_FIRST_LOADS))
+
+
+def _branched_seconds(file: Path) -> tuple[float, int]:
+    gc.collect()  # writes to all objects: pages that are shared with the first process are copied now, not later
+    return _seconds(file, layers=_FEW_LAYERS)
 
 
 def _seconds_each(file: Path, few: dict[str, int], many: dict[str, int]) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bigload.bench.fresh_memory import fresh_memory_rate
+from bigload.bench.rates.new_process import run_in_new_process
 from bigload.bench.rates.storage_rates import probed_checkpoint, storage_profile
 from bigload.errors import install_command
 from bigload.machine.memory.ram import available_memory
@@ -36,7 +37,7 @@ class Effort:
     passes: int = 1
 
 
-FULL, QUICK = Effort(num_bytes=GIB, seconds=2, passes=3), Effort(num_bytes=256 * MIB, seconds=0.2)
+FULL, QUICK = Effort(num_bytes=GIB, seconds=1.5, passes=3), Effort(num_bytes=256 * MIB, seconds=0.2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def measure_machine(
 
     Args:
         path: A folder or a checkpoint. A checkpoint of so many bytes is read, else a file is written and removed.
-        effort: `FULL`, half a minute, or `QUICK`, a few seconds with more noise.
+        effort: `FULL`, less than a minute, or `QUICK`, a few seconds with more noise.
         on_run: Called with a few words before each figure.
     """
     room = available_memory()
@@ -75,7 +76,7 @@ def measure_machine(
         from bigload.bench.rates.matching_rates import matching_seconds
 
         on_run("the names of a model")
-        matching = matching_seconds()  # before all else, as in a process that runs a model
+        matching = run_in_new_process(matching_seconds)
     on_run("a file to read")
     with probed_checkpoint(path, effort.num_bytes) as checkpoint:
         profile, disk_notes = storage_profile(checkpoint, seconds=effort.seconds, on_run=on_run)
