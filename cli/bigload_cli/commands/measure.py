@@ -25,7 +25,7 @@ Where other programs keep a tenth of the cores busy meanwhile, it is not kept.
 
 def measure(
     path: str = argument(".", "[PATH]", "A folder, whose disk is read, or a checkpoint.", show_default=False),
-    quick: bool = option(False, "--quick", "A few seconds instead of half a minute, with more noise."),
+    quick: bool = option(False, "--quick", "A few seconds instead of a minute, with more noise."),
     out: Path | None = option(None, "--out -o", "FILE", "Write the profile, too; - is stdout."),
     keep: bool = option(False, "--keep", "Keep the profile although other programs used the machine meanwhile."),
     as_json: bool = JSON,

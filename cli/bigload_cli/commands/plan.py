@@ -139,7 +139,7 @@ def plan(
         "Predict times on a known machine, such as h100, or by a file of bigload measure -o. Default: what was "
         "measured on this machine.",
     ),
-    measure: bool = option(False, "--measure", "Measure this machine first: half a minute."),
+    measure: bool = option(False, "--measure", "Measure this machine first: a minute."),
     fit: bool = option(
         False,
         "--fit",
