@@ -99,6 +99,6 @@ def _who_maps(path: Path) -> str:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(errors="replace").splitlines()
+        return path.read_text("utf-8", errors="replace").splitlines()
     except OSError:  # gone meanwhile, or somebody else's
         return []

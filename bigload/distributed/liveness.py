@@ -84,7 +84,7 @@ class ProcessIdentity:
 @cache
 def _kernel() -> str:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return f"unknown {os.getpid()}"  # equal to no other
@@ -93,7 +93,7 @@ def _kernel() -> str:
 def _process_state(pid: int) -> tuple[str, int] | None:
     """Return the state and the starting time of a process (proc_pid_stat(5), fields 3 and 22), `None` if it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return fields[0], int(fields[19])

@@ -37,6 +37,18 @@ def test_the_library_prints_nothing():
     ] == []
 
 
+def test_a_text_is_read_and_written_in_an_encoding_that_is_named():
+    """Otherwise it is that of the user's country (EncodingWarning); `read_text` takes it first, `write_text` second."""
+    position = {"read_text": 0, "write_text": 1}
+    calls = [(name, node) for name, nodes in walked().items() for node in nodes if isinstance(node, ast.Call)]
+    assert [
+        f"{name}:{node.lineno}"
+        for name, node in calls
+        if isinstance(node.func, ast.Attribute) and node.func.attr in position
+        if len(node.args) <= position[node.func.attr] and all(key.arg != "encoding" for key in node.keywords)
+    ] == []
+
+
 def test_a_module_has_a_name_that_says_something():
     assert [path for path in MODULES if path.stem in BANNED] == []
 

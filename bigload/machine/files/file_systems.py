@@ -56,7 +56,7 @@ class _Mount(NamedTuple):
 def _read_mounts(mounts: Path) -> Iterator[_Mount]:
     """Yield what /proc/self/mountinfo lists (proc_pid_mountinfo(5)): fields, a hyphen, and the file system's own."""
     try:
-        lines = mounts.read_text(errors="surrogateescape").split("\n")
+        lines = mounts.read_text("utf-8", errors="surrogateescape").split("\n")
     except OSError:
         return
     for line in lines:

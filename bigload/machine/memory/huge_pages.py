@@ -80,7 +80,7 @@ def use_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
     try:
         if not wanted or "[never]" in _ENABLED.read_text("utf-8"):
             return
-        maps = _MAPS.read_text(errors="replace").splitlines()
+        maps = _MAPS.read_text("utf-8", errors="replace").splitlines()
     except OSError:  # a system without huge pages: slower, not wrong
         return
     for start, stop in _overlaps(wanted, _private_ranges(maps)):

@@ -35,7 +35,7 @@ def resident_memory(process: Path = _SELF) -> ResidentMemory:
 def reset_peak() -> None:
     """Restart the peak from what is resident now; where the system forbids it, the peak is since the start."""
     with suppress(OSError):
-        (_SELF / "clear_refs").write_text("5")
+        (_SELF / "clear_refs").write_text("5", "utf-8")
 
 
 def peak_bytes(process: Path = _SELF) -> int:

@@ -198,7 +198,7 @@ class RunLog:
 def _bytes_read() -> int | None:
     """Return what this process has had read from disks so far, by page faults too (proc(5), /proc/pid/io)."""
     try:
-        text = Path("/proc/self/io").read_text()
+        text = Path("/proc/self/io").read_text("utf-8")
     except OSError:
         return None
     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes:")), None)
