@@ -26,7 +26,7 @@ _BIGLOAD = "bigload"
 
 
 def verification(setting: Setting) -> Measurement:
-    """Time `bigload verify` as a whole process, beside reads of the same files past the page cache."""
+    """Time `bigload verify` as a whole process, beside reads of the same files past the page cache, into the same memory."""
     out = bigload.reshard(setting.model, setting.folder / "out", layout="shards").out
     files = sorted(out.glob("*.safetensors"))
     words = (sys.executable, "-c", "from bigload_cli.app import main; main()", "verify", str(out))
@@ -35,7 +35,9 @@ def verification(setting: Setting) -> Measurement:
     reads = [
         Contender(
             name=f"limit: straight {'direct' if is_direct else 'pread'}, {threads} threads, blocks of {block} MiB",
-            run=partial(straight_read, files, threads=threads, block_bytes=block * MIB, is_direct=is_direct),
+            run=partial(
+                straight_read, files, threads=threads, block_bytes=block * MIB, is_direct=is_direct, is_kept=False
+            ),
         )
         for threads, block in ((2, 8), (8, 1))
     ]
