@@ -26,7 +26,7 @@ _BIGLOAD = "bigload"
 
 
 def verification(setting: Setting) -> Measurement:
-    """Time `bigload verify` as a whole process, beside reads of the same files past the page cache, into the same memory."""
+    """Time `bigload verify` as a whole process, beside reads of the same files past the page cache, into one memory."""
     out = bigload.reshard(setting.model, setting.folder / "out", layout="shards").out
     files = sorted(out.glob("*.safetensors"))
     words = (sys.executable, "-c", "from bigload_cli.app import main; main()", "verify", str(out))
