@@ -16,10 +16,7 @@ from bigload.layouts.writing.journal import read_progress
 from bigload.layouts.writing.staging import leftover, staging_folder
 from bigload.plain_text import PlainTable, printable
 from bigload.units import counted, format_rate, format_size
-from bigload_cli.views.text import argument
-
-SPARSE = 0.99
-"""A checkpoint that stores less than this part of its size has holes worth a word."""
+from bigload_cli.views.text import argument, without_holes
 
 _DAT_SUMMARY = "a .dat file per tensor and an index.json, as accelerate reads them"
 
@@ -39,7 +36,7 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
     yield f"{printable(prepared.checkpoint.name)} -> {printable(str(prepared.out))}"
     size, free = format_size(prepared.num_bytes), format_size(prepared.free_bytes)
     files = counted(len(prepared.output.files), "file")
-    yield f"{size}{_without_holes(prepared)} in {files}, {free} free there"
+    yield f"{size}{without_holes(prepared.stored_bytes, prepared.num_bytes)} in {files}, {free} free there"
     name, plan, options = prepared.output.layout, prepared.plan, prepared.options
     layout = layout_named(name)
     is_dat = options.offload_format is OffloadFormat.DAT
@@ -64,12 +61,6 @@ def _headlines(prepared: PreparedReshard) -> Iterator[str]:
         yield f"found {found} in {printable(str(staging_folder(prepared.out)))}, to be read back and kept"
     for note in prepared.notes:
         yield f"note: {printable(note)}"
-
-
-def _without_holes(what: PreparedReshard | ReshardReport) -> str:
-    if what.stored_bytes >= what.num_bytes * SPARSE:
-        return ""
-    return f" ({format_size(what.stored_bytes)} without holes)"
 
 
 def folders(prepared: PreparedReshard) -> PlainTable | None:
@@ -158,7 +149,7 @@ def closing(prepared: PreparedReshard, report: ReshardReport, *, peak_bytes: int
 
 
 def _done(report: ReshardReport) -> str:
-    num_files, holes = len(report.output.files), _without_holes(report)
+    num_files, holes = len(report.output.files), without_holes(report.stored_bytes, report.num_bytes)
     rate = "" if holes else f" ({format_rate(report.written_bytes, report.seconds)})"
     if not report.kept_bytes:
         written = f"{counted(num_files, 'file')}, {format_size(report.num_bytes)}{holes},"

@@ -1,4 +1,4 @@
-"""Words of commands and bars of block characters that several views show."""
+"""Words of commands, sizes without holes, and bars of block characters that several views show."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Protocol
 
 from bigload.plain_text import printable
 from bigload.planning.options import PlanOptions
+from bigload.units import format_size
+
+_SPARSE = 0.99
+"""Files that store less than this part of their size have holes worth a word."""
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -28,6 +32,11 @@ def bar(part: float, *, width: int, blocks: bool = True) -> str:
 def argument(path: str | Path) -> str:
     """Return a path as a word of a command that can be copied into a shell."""
     return shlex.quote(printable(str(path)))
+
+
+def without_holes(stored_bytes: int, num_bytes: int) -> str:
+    """Return how many of `num_bytes` are stored, in parentheses after a space; nothing where that is nearly all."""
+    return "" if stored_bytes >= num_bytes * _SPARSE else f" ({format_size(stored_bytes)} without holes)"
 
 
 class _Planned(Protocol):

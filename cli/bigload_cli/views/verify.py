@@ -7,7 +7,7 @@ from collections.abc import Collection
 from bigload.checkpoint.records.manifest import DIGEST, FileRecord
 from bigload.layouts.verification.verify import Level, VerifyReport
 from bigload.units import counted, format_rate, format_size
-from bigload_cli.views.reshard import SPARSE
+from bigload_cli.views.text import without_holes
 
 
 def closing(report: VerifyReport, *, peak_bytes: int) -> list[str]:
@@ -21,10 +21,9 @@ def closing(report: VerifyReport, *, peak_bytes: int) -> list[str]:
         ]
     digested = [record for record in records.values() if record.digest is not None]
     num_bytes = sum(record.num_bytes for record in digested)
-    size, rate = format_size(num_bytes), f" ({format_rate(report.read_bytes, report.seconds)})"
-    if report.read_bytes < num_bytes * SPARSE:
-        size, rate = f"{size} ({format_size(report.read_bytes)} without holes)", ""
-    done = f"read {counted(len(digested), 'file')}, {size}, in {report.seconds:.2f} s{rate}"
+    size, holes = format_size(num_bytes), without_holes(report.read_bytes, num_bytes)
+    rate = "" if holes else f" ({format_rate(report.read_bytes, report.seconds)})"
+    done = f"read {counted(len(digested), 'file')}, {size}{holes}, in {report.seconds:.2f} s{rate}"
     lines = [
         f"{done}, peak memory {format_size(peak_bytes)}",
         f"{_what(digested)}: every byte is as it was written ({DIGEST})",
