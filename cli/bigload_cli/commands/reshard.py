@@ -177,7 +177,7 @@ def reshard(
     from bigload_cli.output import AnswerForm, say_shown, say_warnings
     from bigload_cli.progress import shown_progress
     from bigload_cli.views import reshard as view
-    from bigload_cli.views.reshard_documents import of_reshard
+    from bigload_cli.views.reshard_document import of_reshard
 
     form = AnswerForm(as_json, quiet, color)
     in_flight = bytes_in_flight(max_memory_in_flight, DEFAULT_MAX_INFLIGHT)

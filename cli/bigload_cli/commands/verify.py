@@ -45,7 +45,6 @@ def verify(
     from bigload_cli.failures import AnsweredError
     from bigload_cli.progress import shown_progress
     from bigload_cli.views import verify as view
-    from bigload_cli.views.reshard_documents import of_verify
 
     level = Level.SIZE if size_only else Level.FULL
     with shown_progress(quiet=quiet or size_only) as on_progress:
@@ -57,7 +56,7 @@ def verify(
         report.check()
     output.print_answer(
         output.AnswerForm(as_json, quiet, color),
-        lambda: of_verify(report, peak_bytes=peak),
+        lambda: view.document(report, peak_bytes=peak),
         folder,
         lambda: view.closing(report, peak_bytes=peak),
     )

@@ -1,13 +1,38 @@
-"""Text of `bigload verify` for a folder without problems."""
+"""JSON document of `bigload verify`, and its text for a folder without problems."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from bigload.checkpoint.byte_source import address_text
 from bigload.checkpoint.records.manifest import DIGEST, FileRecord
+from bigload.documents import fields
 from bigload.layouts.verification.verify import Level, VerifyReport
 from bigload.units import counted, format_rate, format_size
 from bigload_cli.views.text import without_holes
+
+_PROBLEM = ("code", "file", "tensor", "start", "stop", "text")
+
+
+def document(report: VerifyReport, *, peak_bytes: int | None) -> dict[str, object]:
+    """Return what `--json` prints, also of a folder that is not what was written."""
+    return {
+        "schema": "bigload.verify/1.0",
+        "folder": address_text(report.folder),
+        "ok": report.ok,
+        "level": str(report.level),
+        "digest": DIGEST,
+        "layout": report.manifest.layout,
+        "num_files": len(report.manifest.files),
+        "num_tensors": report.num_tensors,
+        "total_bytes": report.manifest.num_bytes,
+        "read_bytes": report.read_bytes,
+        "problems": [fields(problem, *_PROBLEM) for problem in report.problems],
+        "warnings": [fields(warning, *_PROBLEM) for warning in report.warnings],
+        "undigested_files": list(report.undigested),
+        "run_seconds": report.seconds,
+        "peak_bytes": peak_bytes,
+    }
 
 
 def closing(report: VerifyReport, *, peak_bytes: int) -> list[str]:

@@ -1,16 +1,12 @@
-"""JSON documents of `bigload reshard` and `bigload verify`."""
+"""JSON document of `bigload reshard`."""
 
 from __future__ import annotations
 
-from bigload.checkpoint.byte_source import address_text
-from bigload.checkpoint.records.manifest import DIGEST, MANIFEST_FILE
+from bigload.checkpoint.records.manifest import MANIFEST_FILE
 from bigload.documents import fields
 from bigload.layouts.resharding.preparation import PreparedReshard
 from bigload.layouts.resharding.reshard import ReshardReport
 from bigload.layouts.resharding.selection import recorded_options
-from bigload.layouts.verification.verify import VerifyReport
-
-_PROBLEM = ("code", "file", "tensor", "start", "stop", "text")
 
 
 def of_reshard(prepared: PreparedReshard, report: ReshardReport | None, *, peak_bytes: int | None) -> dict[str, object]:
@@ -55,24 +51,3 @@ def _reshard_options(prepared: PreparedReshard) -> dict[str, object]:
     names = ("max_shard_bytes", "dtype", "keep_fp32", "tp", "offload_format")
     recorded = recorded_options(prepared.options, prepared.output.layout)
     return {name: recorded.get(name) for name in names}
-
-
-def of_verify(report: VerifyReport, *, peak_bytes: int | None) -> dict[str, object]:
-    """Return what `--json` prints, also of a folder that is not what was written."""
-    return {
-        "schema": "bigload.verify/1.0",
-        "folder": address_text(report.folder),
-        "ok": report.ok,
-        "level": str(report.level),
-        "digest": DIGEST,
-        "layout": report.manifest.layout,
-        "num_files": len(report.manifest.files),
-        "num_tensors": report.num_tensors,
-        "total_bytes": report.manifest.num_bytes,
-        "read_bytes": report.read_bytes,
-        "problems": [fields(problem, *_PROBLEM) for problem in report.problems],
-        "warnings": [fields(warning, *_PROBLEM) for warning in report.warnings],
-        "undigested_files": list(report.undigested),
-        "run_seconds": report.seconds,
-        "peak_bytes": peak_bytes,
-    }
