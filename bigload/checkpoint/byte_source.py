@@ -129,9 +129,13 @@ class PositionalReader(OpenFile):
     """Reads through the page cache by position, from any thread (`read_at`)."""
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Have the kernel start reading these (start, stop) ranges into the page cache, all at once: a hint."""
-        for start, stop in ranges:
-            with suppress(OSError, AttributeError):  # some file systems take no hints, macOS has none
+        """Have the kernel start reading these (start, stop) ranges into the page cache, all at once: a hint.
+
+        No others: where it reads 8 MiB ahead, 9 MiB that lie apart would be 16, and take twice the time.
+        """
+        with suppress(OSError, AttributeError):  # some file systems take no hints, macOS has none
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            for start, stop in ranges:
                 os.posix_fadvise(self.descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 from bigload.bench.fresh_memory import renew
 from bigload.bench.page_cache_state import evict_verified
-from bigload.bench.raw_limit import RawKind, RawRead, can_read_direct, raw_blocks, raw_read, raw_reads
+from bigload.bench.raw_limit import RawBlock, RawKind, RawRead, can_read_direct, raw_blocks, raw_read, raw_reads
 from bigload.checkpoint.byte_source import PositionalReader
 from bigload.checkpoint.formats.safetensors import encode_header
 from bigload.checkpoint.model import Checkpoint, spans_of
@@ -88,7 +89,7 @@ def storage_profile(
     num_bytes = sum(info.num_bytes for info in checkpoint.tensors.values())
     notes: list[str] = []
 
-    def rate(run: Callable[[], object], prepare: Callable[[], object]) -> int:
+    def rate(run: Callable[[], object], prepare: Callable[[], object], num_bytes: int = num_bytes) -> int:
         def fresh() -> None:
             prepare()
             renew(num_bytes)  # what a host takes for memory at its first touch is no rate of this machine
@@ -110,7 +111,10 @@ def storage_profile(
         on_run(f"disk, {way.name}")
         disk_rates.append(rate(partial(raw_read, way, checkpoint), _nothing if is_direct else cold))
     on_run("disk, one thread")
-    single_read_rate = rate(partial(_read_by_one_thread, checkpoint), cold)
+    experts = _apart(raw_blocks(checkpoint, _EXPERT_BYTES))
+    single_read_rate = rate(
+        partial(_read_by_one_thread, experts), cold, sum(each.stop - each.start for each in experts)
+    )
     on_run("loads from the page cache")
     load_rate = rate(_warm_load(checkpoint), _nothing)
     cold_load_rate = None
@@ -133,10 +137,17 @@ def storage_profile(
     return profile, tuple(dict.fromkeys(notes))
 
 
-def _read_by_one_thread(checkpoint: Checkpoint) -> None:
+def _apart(blocks: Sequence[RawBlock]) -> Sequence[RawBlock]:
+    """Return every other block in random order: the system reads ahead, which must not help the next one."""
+    found = list(blocks[::2])
+    random.Random(0).shuffle(found)
+    return found
+
+
+def _read_by_one_thread(blocks: Sequence[RawBlock]) -> None:
     """Read as single experts are brought that are copied: a block at a time, announced to the kernel before."""
     memory = memoryview(bytearray(_EXPERT_BYTES))
-    for each in raw_blocks(checkpoint, _EXPERT_BYTES):
+    for each in blocks:
         with PositionalReader(each.file) as reader:
             reader.expect([(each.start, each.stop)])
             reader.read_into([memory[: each.stop - each.start]], each.start)

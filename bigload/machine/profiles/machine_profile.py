@@ -64,8 +64,8 @@ class MachineProfile:
         ram_bytes: RAM of the machine; `None` if unknown.
         cold_load_rate: Bytes per second of files that are not cached into private memory, as a load takes them; `None`
             for the lower one of `disk_rate` and `load_rate`.
-        single_read_rate: Bytes per second of files that are not cached, by one thread through the page cache, as
-            single experts are read; `None` for `disk_rate`.
+        single_read_rate: Bytes per second of files that are not cached, by one thread through the page cache, in
+            blocks that lie apart, as single experts are read; `None` for `disk_rate`.
         matching_seconds: For the first model of a process, of matching its tensors with those of its files:
             transformers then builds its rules for all models.
         tensor_seconds: The same for each tensor of a model, with the hooks of its module.

@@ -27,16 +27,19 @@ class Work:
 
     Attributes:
         seconds: Of computing what every token needs.
-        routed_seconds: Of computing with the experts that it has chosen.
+        routed_seconds: Of computing with the experts that it has chosen, one after the other.
+        last_routed_seconds: Of those, the ones of the expert that is computed last.
         fetch: Seconds on each lane that brings its weights; the lanes work on them at the same time.
         fetch_bytes: What they take of the prefetch window.
-        routed_fetch: The same for chosen experts, which are requested when the rest of the block has run.
+        routed_fetch: The same for chosen experts, which are requested when the rest of the block has run. All but the
+            last one compute while others come.
     """
 
     name: str
     device: str
     seconds: float
     routed_seconds: float = 0.0
+    last_routed_seconds: float = 0.0
     fetch: tuple[tuple[str, float], ...] = ()
     fetch_bytes: int = 0
     routed_fetch: tuple[tuple[str, float], ...] = ()
@@ -67,9 +70,9 @@ def simulate(works: Sequence[Work], window_bytes: int) -> Iterator[tuple[float, 
         steps.append(Step(work.device, work.name, begin, work.seconds))
         now = begin + work.seconds
         if work.routed_fetch or work.routed_seconds:
-            begin = bring(work.name, work.routed_fetch, now, steps)
-            steps.append(Step(work.device, work.name, begin, work.routed_seconds))
-            now = begin + work.routed_seconds
+            come = bring(work.name, work.routed_fetch, now, steps)
+            now = max(now + work.routed_seconds, come + work.last_routed_seconds)
+            steps.append(Step(work.device, work.name, now - work.routed_seconds, work.routed_seconds))
         yield now, steps
 
 

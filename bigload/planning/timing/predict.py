@@ -15,7 +15,7 @@ from bigload.planning.plan import Plan, duration
 from bigload.planning.timing.pipeline import Step, Work, simulate
 from bigload.planning.timing.residency import Source, SteadyState, steady_state
 from bigload.planning.timing.schedule import BlockSchedule, TimedBlock, Visit, num_expert_tensors, schedule_of
-from bigload.units import counted
+from bigload.units import MIB, counted
 
 PROMPT_TOKENS = 512
 """Of the prompt that the first token is predicted for, where the context is not shorter."""
@@ -23,6 +23,9 @@ PROMPT_TOKENS = 512
 _STREAMED_EXPERT = 2
 """Times as many small operations: an expert that is brought by itself computes by itself, with a hook, on its tokens,
 where the others of a layer are products of one kernel."""
+
+_SMALL_EXPERT_BYTES = 16 * MIB
+"""Of an expert that one thread reads; more read a larger one (`runtime/streaming/supplies/weight_reads.py`)."""
 
 _NUM_TOKENS = 4
 """Tokens that are simulated when weights are streamed: the pipeline is steady after one or two."""
@@ -229,12 +232,15 @@ class _Rates:
         fetched = visit.block in self._fetched and source is not Source.DEVICE
         fetched = fetched and not (visit.is_lookup and stays.is_in_place)
         routed = block.routed_share(tokens * self._batch)
-        missed = block.routed_bytes * routed * self._missed * stays.missed_share
+        chosen_bytes = block.routed_bytes * routed
+        missed = chosen_bytes * self._missed * stays.missed_share
+        routed_seconds = sum(self._routed(block, tokens).values())
         return Work(
             name=block.name,
             device=str(block.runs_on),
             seconds=sum(self._dense(visit, tokens, length, is_first=stays.is_first).values()),
-            routed_seconds=sum(self._routed(block, tokens).values()),
+            routed_seconds=routed_seconds,
+            last_routed_seconds=routed_seconds * min(block.expert_bytes / chosen_bytes, 1) if chosen_bytes else 0.0,
             fetch=self._fetch(block, block.dense_bytes, source, stays, in_place=stays.is_in_place) if fetched else (),
             fetch_bytes=block.dense_bytes if fetched else 0,
             routed_fetch=self._fetch_experts(block, missed, stays) if block.streams_experts and missed else (),
@@ -301,10 +307,10 @@ class _Rates:
         return found
 
     def _fetch_experts(self, block: TimedBlock, num_bytes: float, stays: SteadyState) -> tuple[tuple[str, float], ...]:
-        """Return what `_fetch` does for experts, which one thread reads if it is not their pages that are used."""
+        """Return what `_fetch` does for experts; one thread reads small ones if it is not their pages that are used."""
         profile, rate = self._profile, self._profile.single_read_rate
         lanes = self._fetch(block, num_bytes, stays.routed_source, stays, in_place=stays.is_routed_in_place)
-        if stays.is_routed_in_place or rate is None:
+        if stays.is_routed_in_place or rate is None or block.expert_bytes >= _SMALL_EXPERT_BYTES:
             return lanes
         return tuple(
             (lane, seconds * profile.disk_rate / rate if lane == "disk" else seconds) for lane, seconds in lanes

@@ -53,9 +53,21 @@ def test_a_block_that_stays_gives_the_next_one_time_to_come():
     assert [end for end, _ in simulate(works, window_bytes=1)] == [4, 5]
 
 
-def test_experts_are_read_once_the_rest_of_their_block_has_run():
-    works = [Work(name="a", device="cpu", seconds=2, routed_fetch=(("disk", 5),), routed_seconds=1)]
-    assert [end for end, _ in simulate(works, window_bytes=9)] == [8]
+def test_experts_are_read_once_the_rest_of_their_block_has_run_and_the_last_then_computes():
+    def end(routed_seconds):
+        fetch = (("disk", 5),)
+        work = Work(
+            name="a",
+            device="cpu",
+            seconds=2,
+            routed_seconds=routed_seconds,
+            last_routed_seconds=routed_seconds / 4,
+            routed_fetch=fetch,
+        )
+        return next(end for end, _ in simulate([work], window_bytes=9))
+
+    assert end(4) == 2 + 5 + 1
+    assert end(40) == 2 + 40
 
 
 @given(WORKS, st.integers(0, 10))
