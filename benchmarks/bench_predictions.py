@@ -3,14 +3,13 @@
     python benchmarks/bench_predictions.py [--profile box.json] [--only moe] [--case disk] [--folder DIR] [--out FILE]
     python benchmarks/bench_predictions.py --table round1.json round2.json round3.json
 
-Five models of about 1 GiB are made, and each runs under four plans, each in three processes: `resident` in RAM;
+Five models of about 1 GiB are made, and each runs under four plans, each in a process of its own: `resident` in RAM;
 `pages` on disk, with memory for all pages of the files; `disk` on disk, within a limit on memory that holds less than
 all; `quarter` with a quarter of the weights in RAM, and such a limit for the others. Shown are seconds to load cold
-files into memory that was touched before, and of a token after the first ones, predicted beside the median of what
-three processes have seen, and their ratio.
+files into memory that was touched before, and of a token after the first ones, predicted beside seen, and their ratio.
 The profile is that of `bigload measure -o`; without one the machine is measured right before each model, with a file
-and matrices that are not those of the models. A model takes two or three minutes; cases that are in FILE already are
-not run again, so a run that was cut off goes on where it was.
+and matrices that are not those of the models. A model takes a minute and a half; cases that are in FILE already are not
+run again, so a run that was cut off goes on where it was.
 
 The rates of a virtual machine change by what its neighbours do, by a factor of two within minutes where this was
 written.
@@ -69,7 +68,6 @@ GOAL, SHARE = 1.15, 0.9
 WHAT = ("token", "load")
 PROBE = "probe"
 MOST_RUNS = 2
-PROCESSES = 3
 
 SHORT = Effort(num_bytes=512 * MIB, seconds=0.5, passes=3)
 """Of the profile before a model: a quarter of a minute, in which the machine does not become another one."""
@@ -259,16 +257,11 @@ def compared(model: Path, case: str, profile: MachineProfile) -> Row:
     plan_file = model.parent / f"{model.name}-{case}.json"
     write_plan(details.plan, plan_file)
     command = [sys.executable, __file__, "--child", str(model), str(plan_file)]
-    runs = []
-    for _ in range(PROCESSES):
-        for _ in range(MOST_RUNS):
-            others = OtherPrograms()
-            run = json.loads(run_within(command, limit or available_memory() or 2**40).splitlines()[-1])
-            if not (is_disturbed := others.disturb()):
-                break
-        runs.append((is_disturbed, run))
-    kept = [run for is_disturbed, run in runs if not is_disturbed] or [run for _, run in runs]
-    seen = {name: statistics.median_low(run[name] for run in kept) for name in kept[0]}
+    for _ in range(MOST_RUNS):
+        others = OtherPrograms()
+        seen = json.loads(run_within(command, limit or available_memory() or 2**40).splitlines()[-1])
+        if not (is_disturbed := others.disturb()):
+            break
     given = {"prompt_tokens": PROMPT_TOKENS, "ram_bytes": seen["ram_bytes"]}
     found = predict(details.plan, details.structure, profile, **given)
     touched = predict(details.plan, details.structure, replace(profile, fresh_memory_rate=None), **given)
@@ -285,7 +278,7 @@ def compared(model: Path, case: str, profile: MachineProfile) -> Row:
         token_seen=seen["token"],
         first_predicted=found.first_token_seconds,
         first_seen=seen["first"],
-        is_disturbed=all(is_disturbed for is_disturbed, _ in runs),
+        is_disturbed=is_disturbed,
     )
 
 
