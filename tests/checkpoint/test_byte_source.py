@@ -6,6 +6,7 @@ import pytest
 
 from bigload.checkpoint.byte_source import PositionalReader
 from bigload.errors import LoadError, ReadError
+from bigload.machine.files.page_cache import cached_bytes, evict
 from builders import open_descriptors
 
 
@@ -55,6 +56,17 @@ def test_reads_that_come_back_short_are_continued(tmp_path, monkeypatch, most):
     reader.read_into(views_of(buffer, 3, 1, 6, 4), 1)
     reader.close()
     assert buffer == b"bcdefghijklmno"
+
+
+def test_what_is_expected_comes_into_the_page_cache_and_nothing_that_follows(tmp_path):
+    path = file_of(tmp_path / "file", bytes(2**20))
+    if evict([path]) != 0:
+        pytest.skip("the file system keeps what it has cached")
+    with PositionalReader(path) as reader:
+        reader.expect([(2**18, 2**18 + 8192)])
+        for start in (2**18, *range(2**19, 2**19 + 4 * 8192, 8192)):  # in a row, where systems read ahead
+            reader.read_into([memoryview(bytearray(8192))], start)
+    assert cached_bytes(path) == 5 * 8192
 
 
 def test_a_file_that_ends_early_says_where_and_how_much_is_missing(tmp_path):
