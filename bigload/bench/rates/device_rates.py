@@ -1,6 +1,7 @@
 """Rates of a device of torch: products with one token and of large matrices, copies, small operations.
 
-Matrices are those of a block of Llama 3 8B, cut from more memory than caches hold, and taken in turn as a forward does.
+Matrices are those of a block of Llama 3 8B, and for CPUs as many bytes of narrow ones, cut from more memory than caches
+hold, and taken in turn as a forward does.
 """
 
 from __future__ import annotations
@@ -25,23 +26,21 @@ from bigload.units import MIB
 DTYPES_MEASURED = ("BF16", "F16", "F32")
 """Dtypes that torch multiplies by itself on every device."""
 
-_HIDDEN, _KEYS, _MLP = 4096, 1024, 14336
-_MATRICES = (
-    (_HIDDEN, _HIDDEN),
-    (_KEYS, _HIDDEN),
-    (_KEYS, _HIDDEN),
-    (_HIDDEN, _HIDDEN),
-    (_MLP, _HIDDEN),
-    (_MLP, _HIDDEN),
-    (_HIDDEN, _MLP),
-)
+
+def _block_shapes(hidden: int, keys: int, mlp: int) -> tuple[tuple[int, int], ...]:
+    attention = (hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden)
+    return *attention, (mlp, hidden), (mlp, hidden), (hidden, mlp)
+
+
+_SMALL_HIDDEN, _SMALL_MLP, _SMALL_HEADS = 1024, 2816, 16
+_MATRICES = _block_shapes(4096, 1024, 14336)
+_NARROW = _block_shapes(_SMALL_HIDDEN, _SMALL_HIDDEN, _SMALL_MLP)
 _LEAST_REPEATS = 3
 _ELEMENT_BITS = 0x3C11
 """Of 16-bit elements: a small normal number in BF16, F16 and, twice, in F32. Others can take a CPU much longer."""
 
 _LEAST_PRODUCT_SECONDS = 0.02
 _FIRST_SIZE, _LAST_SIZE = 512, 8192
-_SMALL_HIDDEN, _SMALL_MLP, _SMALL_HEADS = 1024, 2816, 16
 _LINK_BYTES = 256 * MIB
 
 
@@ -120,9 +119,12 @@ def _filled(device: torch.device, num_bytes: int) -> torch.Tensor:
 
 def _weight_rate(weights: torch.Tensor, timed: _Timer) -> int:
     matrices = list(_matrices(weights))
-    tokens = {width: weights.new_ones(1, 1, width) for _, width in _MATRICES}
+    return int(sum(matrix.nbytes for matrix in matrices) / timed(partial(_multiply, _tokens(matrices), matrices)))
 
-    return int(sum(matrix.nbytes for matrix in matrices) / timed(partial(_multiply, tokens, matrices)))
+
+def _tokens(matrices: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return a token for each width of `matrices`."""
+    return {matrix.shape[1]: matrix.new_ones(1, 1, matrix.shape[1]) for matrix in matrices}
 
 
 def _multiply(tokens: Mapping[int, torch.Tensor], matrices: Sequence[torch.Tensor]) -> None:
@@ -131,8 +133,15 @@ def _multiply(tokens: Mapping[int, torch.Tensor], matrices: Sequence[torch.Tenso
 
 
 def _matrices(weights: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield views of `weights`: on CPUs half of it narrow, whose products take up to half as long again for a byte."""
+    half = len(weights) // 2 if weights.device.type == "cpu" else len(weights)
+    yield from _cut(weights[:half], _MATRICES)
+    yield from _cut(weights[half:], _NARROW)
+
+
+def _cut(weights: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
     start = 0
-    for rows, columns in cycle(_MATRICES):
+    for rows, columns in cycle(shapes):
         stop = start + rows * columns
         if stop > len(weights):
             return
@@ -175,7 +184,7 @@ def _block_seconds(weights: torch.Tensor, timed: _Timer) -> float:
     token = weights.new_ones(1, 1, _SMALL_HIDDEN)
     matrices = list(_matrices(weights))
     share = num_bytes / sum(matrix.nbytes for matrix in matrices)
-    tokens = {width: weights.new_ones(1, 1, width) for _, width in _MATRICES}
+    tokens = _tokens(matrices)
 
     def difference() -> float:
         return timed.once(partial(blocks, token)) - share * timed.once(partial(_multiply, tokens, matrices))
