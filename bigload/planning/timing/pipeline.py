@@ -71,8 +71,9 @@ def simulate(works: Sequence[Work], window_bytes: int) -> Iterator[tuple[float, 
         now = begin + work.seconds
         if work.routed_fetch or work.routed_seconds:
             come = bring(work.name, work.routed_fetch, now, steps)
-            now = max(now + work.routed_seconds, come + work.last_routed_seconds)
-            steps.append(Step(work.device, work.name, now - work.routed_seconds, work.routed_seconds))
+            begin = max(now, come + work.last_routed_seconds - work.routed_seconds)
+            steps.append(Step(work.device, work.name, begin, work.routed_seconds))
+            now = begin + work.routed_seconds
         yield now, steps
 
 
