@@ -69,7 +69,7 @@ RECORDINGS = (
 SCREENSHOTS = (
     Screenshot(name="page"),
     Screenshot(name="page-dark", is_dark=True),
-    Screenshot(name="timeline", first="timed", height=360),
+    Screenshot(name="timeline", first="timed", height=220),
 )
 
 
