@@ -1,3 +1,4 @@
+import mmap
 import os
 import resource
 from itertools import islice
@@ -59,14 +60,15 @@ def test_reads_that_come_back_short_are_continued(tmp_path, monkeypatch, most):
 
 
 def test_what_is_expected_comes_into_the_page_cache_and_nothing_that_follows(tmp_path):
-    path = file_of(tmp_path / "file", bytes(2**20))
+    page = mmap.PAGESIZE
+    path = file_of(tmp_path / "file", bytes(256 * page))
     if evict([path]) != 0:
         pytest.skip("the file system keeps what it has cached")
     with PositionalReader(path) as reader:
-        reader.expect([(2**18, 2**18 + 8192)])
-        for start in (2**18, *range(2**19, 2**19 + 4 * 8192, 8192)):  # in a row, where systems read ahead
-            reader.read_into([memoryview(bytearray(8192))], start)
-    assert cached_bytes(path) == 5 * 8192
+        reader.expect([(64 * page, 66 * page)])
+        for number in (64, 128, 130, 132, 134):  # the last ones in a row, where systems read ahead
+            reader.read_into([memoryview(bytearray(2 * page))], number * page)
+    assert cached_bytes(path) == 5 * 2 * page
 
 
 def test_a_file_that_ends_early_says_where_and_how_much_is_missing(tmp_path):

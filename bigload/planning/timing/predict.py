@@ -13,9 +13,9 @@ from bigload.machine.profiles.machine_profile import LAUNCHED_MATRICES, DevicePr
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.plan import Plan, duration
 from bigload.planning.timing.pipeline import Step, Work, simulate
-from bigload.planning.timing.residency import Source, SteadyState, steady_state
+from bigload.planning.timing.residency import READ_BY_ONE_THREAD_BELOW_BYTES, Source, SteadyState, steady_state
 from bigload.planning.timing.schedule import BlockSchedule, TimedBlock, Visit, num_expert_tensors, schedule_of
-from bigload.units import MIB, counted
+from bigload.units import counted
 
 PROMPT_TOKENS = 512
 """Of the prompt that the first token is predicted for, where the context is not shorter."""
@@ -23,9 +23,6 @@ PROMPT_TOKENS = 512
 _STREAMED_EXPERT = 2
 """Times as many small operations: an expert that is brought by itself computes by itself, with a hook, on its tokens,
 where the others of a layer are products of one kernel."""
-
-_SMALL_EXPERT_BYTES = 16 * MIB
-"""Of an expert that one thread reads; more read a larger one (`runtime/streaming/supplies/weight_reads.py`)."""
 
 _NUM_TOKENS = 4
 """Tokens that are simulated when weights are streamed: the pipeline is steady after one or two."""
@@ -310,7 +307,7 @@ class _Rates:
         """Return what `_fetch` does for experts; one thread reads small ones if it is not their pages that are used."""
         profile, rate = self._profile, self._profile.single_read_rate
         lanes = self._fetch(block, num_bytes, stays.routed_source, stays, in_place=stays.is_routed_in_place)
-        if stays.is_routed_in_place or rate is None or block.expert_bytes >= _SMALL_EXPERT_BYTES:
+        if stays.is_routed_in_place or rate is None or block.expert_bytes >= READ_BY_ONE_THREAD_BELOW_BYTES:
             return lanes
         return tuple(
             (lane, seconds * profile.disk_rate / rate if lane == "disk" else seconds) for lane, seconds in lanes

@@ -8,9 +8,13 @@ from typing import NamedTuple
 
 from bigload.devices import DISK
 from bigload.planning.timing.schedule import BlockSchedule
+from bigload.units import MIB
 
 SHARE_FOR_PAGES = 0.8
 """Share of the free memory for pages of files; beyond it they evict other pages, or each other."""
+
+READ_BY_ONE_THREAD_BELOW_BYTES = 16 * MIB
+"""Of weights that are copied from files together: more bytes are read by several threads."""
 
 
 def room_for_pages(free_bytes: int, window_bytes: int) -> int:

@@ -133,6 +133,21 @@ def test_a_token_reads_the_experts_that_it_chooses():
     assert found.token_seconds == pytest.approx((2 * 200 + 2 * 200) / 1000 + (2 + 2 * 2) / 7 * 0.01)
 
 
+@pytest.mark.parametrize(("shape", "is_slower"), [([1024, 1024], True), ([4096, 2048], False)])
+def test_small_experts_come_at_the_rate_of_single_reads(shape, is_slower):
+    config = {"model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8}
+    tensors = {f"layers.0.mlp.experts.{number}.w": ("BF16", shape) for number in range(8)}
+    tensors |= {"layers.0.attn.w": ("BF16", shape), "layers.1.attn.w": ("BF16", shape)}
+    num_bytes = 2 * shape[0] * shape[1]
+
+    def token_seconds(single_read_rate):
+        machine = replace(MACHINE, disk_rate=10**7, single_read_rate=single_read_rate)
+        budget = {"cpu": 5 * num_bytes}
+        return predicted(budget, machine, ram_bytes=5 * num_bytes, tensors=tensors, config=config).token_seconds
+
+    assert (token_seconds(10**3) > token_seconds(None)) == is_slower
+
+
 def test_tokens_of_several_sequences_come_together():
     one, four = predicted({"cpu": 10_000}), predicted({"cpu": 10_000}, batch=4)
     assert four.tokens_per_second == pytest.approx(4 * one.tokens_per_second)

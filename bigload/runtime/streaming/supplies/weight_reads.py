@@ -23,6 +23,7 @@ from bigload.loading.tensors.views import Memory, as_tensors, dtype_of, torch_dt
 from bigload.machine.files.page_cache import drop_cached_pages
 from bigload.machine.memory.huge_pages import address_of
 from bigload.machine.threads.activities import NO_RECORDER
+from bigload.planning.timing.residency import READ_BY_ONE_THREAD_BELOW_BYTES
 from bigload.runtime.modules.module_tensors import version_of
 from bigload.runtime.offload.assembled_weights import AssembledWeight, Signature, check_file
 from bigload.runtime.offload.weight_sources import MemoryWeight, WeightSource
@@ -84,8 +85,8 @@ class WeightReads:
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self._settings = settings()
         is_cast = place == "cpu" and any(slot.wanted.is_cast for slot in schedule.slots.values())
-        usual = usual_threads(is_cast=is_cast) if self.schedule.num_bytes >= 2 * BLOCK_BYTES else 1
-        self._threads = self._settings.threads or usual
+        is_small = self.schedule.num_bytes < READ_BY_ONE_THREAD_BELOW_BYTES
+        self._threads = self._settings.threads or (1 if is_small else usual_threads(is_cast=is_cast))
 
     def tensors(self, memory: Sequence[Memory]) -> list[torch.Tensor]:
         """Return the weights, in their order, as views into `memory`, of which each schedule's buffer has one."""
