@@ -22,15 +22,15 @@ _LEAST_DIFFERENCE = 1.5
 """Times longer than touches of memory that was just freed; less is what such figures differ by anyhow."""
 
 
-def renew(num_bytes: int) -> None:
+def renew(num_bytes: int, *, share: float = 0.5) -> None:
     """Touch fresh memory and give it back, so that the system has `num_bytes` at hand.
 
-    Half as much again, because not all that is given back is what the next process gets; at most half of what is
-    available: what the page cache holds shall stay there. And again, until the host is not waited for.
+    Half as much again, because not all that is given back is what the next process gets; at most `share` of what is
+    available: half leaves the page cache what it holds. And again, until the host is not waited for.
     """
     available, num_bytes = available_memory(), num_bytes * 3 // 2
     if available is not None:
-        num_bytes = min(num_bytes, available // 2)
+        num_bytes = min(num_bytes, int(available * share))
     seconds = [_touch_all(num_bytes)]
     while len(seconds) < _MOST_TOUCHES:
         seconds.append(_touch_all(num_bytes))

@@ -153,7 +153,7 @@ def fill(buffers: Sequence[memoryview], descriptor: int, offset: int, path: Path
         offset += count
         if count == 0:
             raise ended_early(path, offset, missing=sum(buffer.nbytes for buffer in pending))
-        pending = _unfilled(pending, count)
+        pending = unfilled(pending, count)
 
 
 def read_once(buffers: Sequence[memoryview], descriptor: int, offset: int, path: Path | str) -> int:
@@ -169,7 +169,8 @@ def ended_early(path: Path | str, offset: int, *, missing: int) -> ReadError:
     return ReadError(path, f"the file ended at byte {offset}, {missing} bytes too early")
 
 
-def _unfilled(buffers: list[memoryview], count: int) -> list[memoryview]:
+def unfilled(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of `buffers` when the first `count` bytes of them are filled."""
     for index, buffer in enumerate(buffers):
         if count < buffer.nbytes:
             return [buffer[count:], *buffers[index + 1 :]]

@@ -16,7 +16,8 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from bigload.checkpoint.byte_source import OpenFile, PositionalReader, ended_early, read_once
+from bigload.checkpoint.byte_source import OpenFile, PositionalReader, ended_early, read_once, unfilled
+from bigload.descriptors import MAX_BUFFERS
 from bigload.errors import ReadError, UnsupportedMethodError
 from bigload.loading.readers.mapped import MappedFile, release_pages
 from bigload.machine.files.page_cache import cached_bytes, cached_pages, pages_between
@@ -74,67 +75,89 @@ class DirectReader(OpenFile):
         self._pool = BlockPool(_OWN_BLOCKS) if pool is None else pool
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill all of `buffers`; see `ByteSource`."""
+        """Fill all of `buffers`; see `ByteSource`.
+
+        As a rule by one read: a disk takes as long for the few bytes before those that are read in place, or behind
+        them, as for all that it was asked for before.
+        """
         stop = offset + sum(buffer.nbytes for buffer in buffers)
-        run: list[_Target] = []
-        for piece in _targets(buffers, offset):
-            head, body, tail = self._split(piece)
-            run.append(head)
-            if body.num_bytes:
-                self._read_copying(run, stop)
-                self._read_in_place(body, stop)
-                run = [tail]
-        self._read_copying(run, stop)
+        for batch in self._batches(buffers, offset):
+            self._read_batch(batch, stop)
 
     @contextmanager
     def viewed(self, start: int, stop: int) -> Iterator[memoryview]:
         """Lend bytes `start` to `stop`, or as many of them as a block of the pool has room for."""
-        begin = position = self._down(start)
+        begin = self._down(start)
         with self._pool.lend() as block, memoryview(block) as view:
             stop = min(stop, begin + self._down(len(view)))
-            while position < stop:
-                count = self._read(view[position - begin : self._up(stop) - begin], position)
-                position += count
-                if position < stop and (count == 0 or count % self._alignment):
-                    raise ended_early(self.path, position, missing=stop - position)
+            self._read([view[: self._up(stop) - begin]], start, stop, wanted=stop)
             yield view[start - begin : stop - begin]
 
-    def _split(self, piece: _Target) -> tuple[_Target, _Target, _Target]:
-        """Return the beginning, the part that can be read in place, and the rest; each may be empty."""
-        begin, end = self._up(piece.start), self._down(piece.stop)
-        if (piece.address - piece.start) % self._alignment or end - begin < _MIN_IN_PLACE_BYTES:
-            begin = end = piece.stop
-        return piece.part(piece.start, begin), piece.part(begin, end), piece.part(end, piece.stop)
+    def _batches(self, buffers: Sequence[memoryview], offset: int) -> Iterator[list[_Part]]:
+        """Yield what belongs into `buffers` as the parts that a read brings: a block has room for those it copies."""
+        batch: list[_Part] = []
+        room = self._down(self._pool.block_bytes)
+        for run, is_in_place in self._runs(buffers, offset):
+            start, stop = run[0].start, run[-1].stop
+            while start < stop:
+                end = stop if is_in_place else min(stop, self._down(start) + room)
+                batch.append(_Part(run, start, end, is_in_place))
+                room -= 0 if is_in_place else self._up(end) - self._down(start)
+                start = end
+                if not room or len(batch) == MAX_BUFFERS:
+                    yield batch
+                    batch, room = [], self._down(self._pool.block_bytes)
+        if batch:
+            yield batch
 
-    def _read_in_place(self, piece: _Target, wanted: int) -> None:
-        """Fill `piece`; `wanted` is where the whole request ends, which is what an error is about."""
-        position = piece.start
-        while position < piece.stop:
-            count = self._read(piece.part(position, piece.stop).view, position)
+    def _runs(self, buffers: Sequence[memoryview], offset: int) -> Iterator[tuple[list[_Target], bool]]:
+        """Yield what is copied, as far as it goes together, and each part that is read in place; and which it is."""
+        copied: list[_Target] = []
+        for piece in _targets(buffers, offset):
+            begin, end = self._up(piece.start), self._down(piece.stop)
+            if (piece.address - piece.start) % self._alignment or end - begin < _MIN_IN_PLACE_BYTES:
+                copied.append(piece)
+                continue
+            copied += [piece.part(piece.start, begin)] * (begin > piece.start)
+            if copied:
+                yield copied, False
+            yield [piece.part(begin, end)], True
+            copied = [piece.part(end, piece.stop)] * (end < piece.stop)
+        if copied:
+            yield copied, False
+
+    def _read_batch(self, batch: Sequence[_Part], wanted: int) -> None:
+        """Fill the parts of `batch`; `wanted` is where the whole request ends, which is what an error is about."""
+        with ExitStack() as lent:
+            views: list[memoryview] = []
+            copies: list[tuple[_Part, int]] = []
+            block, used = None, 0
+            for part in batch:
+                if part.is_in_place:
+                    views.append(part.targets[0].view)
+                    continue
+                block = block or lent.enter_context(self._pool.lend())
+                begin, end = self._down(part.start), self._up(part.stop)
+                views.append(memoryview(block)[used : used + end - begin])
+                copies.append((part, address_of(block) + used - begin))
+                used += end - begin
+            self._read(views, batch[0].start, batch[-1].stop, wanted=wanted)
+            for part, origin in copies:
+                with self._recorder.span(Phase.COPY, num_bytes=part.stop - part.start, file=self.path.name):
+                    _copy(origin, part.targets, part.start, part.stop)
+
+    def _read(self, views: Sequence[memoryview], start: int, stop: int, *, wanted: int) -> None:
+        """Fill `views` with the blocks of the disk from `start` to `stop`: only the end of a file is uneven."""
+        pending, position = list(views), self._down(start)
+        while position < stop:
+            num_bytes = sum(view.nbytes for view in pending)
+            with self._recorder.span(Phase.READ, num_bytes=num_bytes, file=self.path.name):
+                count = read_once(pending, self.descriptor, position, self.path)
             position += count
-            if position < piece.stop and (count == 0 or count % self._alignment):  # only the end of a file is uneven
-                raise ended_early(self.path, position, missing=wanted - position)
-
-    def _read_copying(self, run: Sequence[_Target], wanted: int) -> None:
-        """Fill `run`, pieces that follow each other, by way of a lent block."""
-        run = [piece for piece in run if piece.num_bytes]
-        if not run:
-            return
-        position, stop = run[0].start, run[-1].stop
-        with self._pool.lend() as block, memoryview(block) as view:
-            while position < stop:
-                begin = self._down(position)
-                end = begin + self._read(view[: self._up(stop) - begin], begin)
-                if end <= position:
-                    raise ended_early(self.path, position, missing=wanted - position)
-                end = min(end, stop)
-                with self._recorder.span(Phase.COPY, num_bytes=end - position, file=self.path.name):
-                    _copy(address_of(block) - begin, run, position, end)
-                position = end
-
-    def _read(self, view: memoryview, offset: int) -> int:
-        with self._recorder.span(Phase.READ, num_bytes=view.nbytes, file=self.path.name):
-            return read_once([view], self.descriptor, offset, self.path)
+            if position < stop and (count == 0 or count % self._alignment):
+                end = max(position, start)
+                raise ended_early(self.path, end, missing=wanted - end)
+            pending = unfilled(pending, count)
 
     def _down(self, position: int) -> int:
         return position // self._alignment * self._alignment
@@ -232,6 +255,15 @@ class _Target(NamedTuple):
     def part(self, start: int, stop: int) -> _Target:
         skipped = start - self.start
         return _Target(self.view[skipped : stop - self.start], self.address + skipped, start)
+
+
+class _Part(NamedTuple):
+    """Bytes `start` to `stop` of the file, for `targets`, or a part of them: read in place, or copied from a block."""
+
+    targets: Sequence[_Target]
+    start: int
+    stop: int
+    is_in_place: bool
 
 
 def _targets(buffers: Sequence[memoryview], offset: int) -> Iterator[_Target]:

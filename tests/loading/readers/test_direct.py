@@ -86,6 +86,7 @@ def test_what_lies_right_is_read_in_place_and_only_its_ends_are_copied(stored):
     assert target == content[100 : 100 + len(target)]
     copied = sum(activity.num_bytes for activity in recorder.activities() if activity.phase is Phase.COPY)
     assert 0 < copied < 2 * mmap.PAGESIZE
+    assert [activity.phase for activity in recorder.activities()].count(Phase.READ) == 1  # the ends with the rest
 
 
 def test_reads_and_copies_are_told_apart_and_name_the_file(stored):

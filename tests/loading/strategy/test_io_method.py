@@ -9,6 +9,7 @@ from bigload.loading.settings import Method
 from bigload.loading.strategy import io_method
 from bigload.loading.strategy.io_method import (
     MIN_DIRECT_BYTES,
+    MIN_DIRECT_PART_BYTES,
     FileFacts,
     FileRanges,
     MethodChoice,
@@ -25,7 +26,9 @@ UNIT = 16384
 
 
 def facts(**known):
-    return FileFacts(**{"num_bytes": LARGE, "file_system": "ext4 on vda", "cached": 0.0, **known})
+    return FileFacts(
+        **{"num_bytes": LARGE, "least_direct_bytes": LARGE, "file_system": "ext4 on vda", "cached": 0.0, **known}
+    )
 
 
 @pytest.mark.parametrize("asked", [Method.READ, Method.MMAP, Method.DIRECT])
@@ -124,6 +127,19 @@ def choose(num_bytes=LARGE, **options):
 def test_nothing_is_asked_that_does_not_matter(machine, options, asked):
     choose(**options)
     assert machine["asked"] == asked
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "is_direct"), [(MIN_DIRECT_PART_BYTES, True), (MIN_DIRECT_PART_BYTES - 1, False)]
+)
+def test_a_part_of_large_files_is_read_directly_and_leaves_the_page_cache_to_the_rest(
+    machine, tmp_path, num_bytes, is_direct
+):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(LARGE)
+    choice = choose_method([FileRanges(path=path, ranges=((0, num_bytes),))])
+    assert (choice.method is Method.DIRECT) == is_direct
 
 
 def test_without_direct_reads_nobody_asks_what_is_cached(machine):
