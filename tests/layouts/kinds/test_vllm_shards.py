@@ -215,6 +215,9 @@ def test_experts_are_stacked_as_vllm_has_them(tmp_path, *, model_type, architect
             assert torch.equal(found[f"{every}.routed_experts.w13_weight"], w13)
             assert torch.equal(found[f"{every}.routed_experts.w2_weight"], down.chunk(2, 2)[rank])
             assert torch.equal(found[f"{layer}{router}"], tensors[f"{layer}{module}.gate.weight"])
+    # Also what transformers goes by where another test has imported it.
+    known = {"num_experts": experts, "num_local_experts": experts, "moe_intermediate_size": FFN}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**CONFIG, **config, **known}))
     bigload.reshard(tmp_path / "model", tmp_path / "stacked", names="transformers")
     assert [name for name in bigload.open_checkpoint(tmp_path / "stacked").tensors if name.endswith("gate_up_proj")]
     for found, wanted in zip(ranks_of(tmp_path / "stacked", 2), ranks, strict=True):

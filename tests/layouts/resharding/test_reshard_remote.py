@@ -40,8 +40,9 @@ def source(tmp_path):
     """A llama of 9 MB in two shards."""
     folder = make_checkpoint(tmp_path / "source", blocks=2, shards=2, hidden=HIDDEN, vocab=2048)
     config = json.loads((folder / "config.json").read_text())
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "vocab_size": 2048, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": HIDDEN // 8}
-    (folder / "config.json").write_text(json.dumps({**config, **heads}))
+    (folder / "config.json").write_text(json.dumps({**config, **sizes, **heads}))
     return folder
 
 
