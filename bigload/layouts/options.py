@@ -79,7 +79,8 @@ class ReshardOptions:
     def num_threads(self) -> int:
         """Threads that get enough memory of `max_inflight`."""
         wanted = self.threads or DEFAULT_THREADS
-        if self.threads is None and self.verify is Verify.FULL:
+        is_cast = self.dtypes.dtype is not None  # which leaves the disk with fewer requests of each thread
+        if self.threads is None and self.verify is Verify.FULL and not is_cast:
             wanted = min(max(2 * usable_cores(), LEAST_VERIFYING_THREADS), DEFAULT_THREADS)
         return min(wanted, self.max_inflight // LEAST_BYTES_PER_THREAD, MAX_THREADS)
 

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from typing import TypeVar
+
+_Library = TypeVar("_Library", ctypes.CDLL, ctypes.PyDLL)
 
 
-def _c_library() -> ctypes.CDLL:
+def _c_library(kind: type[_Library]) -> _Library:
     try:
-        return ctypes.CDLL(None, use_errno=True)
+        return kind(None, use_errno=True)
     except TypeError:  # Windows has no handle of the whole process
-        return ctypes.CDLL("ucrtbase", use_errno=True)
+        return kind("ucrtbase", use_errno=True)
 
 
-libc = _c_library()
+libc = _c_library(ctypes.CDLL)
+
+quick_libc = _c_library(ctypes.PyDLL)
+"""For calls that are over at once: these keep the GIL, which costs a thread more to get back than they take."""
+
 libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 

@@ -6,7 +6,7 @@ import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from operator import itemgetter
 from pathlib import Path
 from typing import Self
@@ -22,6 +22,7 @@ from bigload.loading.readers.direct import CacheFirstReader, direct_alignment
 from bigload.loading.source_pool import MAX_OPEN_FILES, SourcePool
 from bigload.machine.files.sparse_files import data_extents
 from bigload.machine.threads.activities import NO_RECORDER
+from bigload.machine.threads.core_permits import CorePermits
 from bigload.machine.threads.inflight_pool import BlockPool
 
 
@@ -35,6 +36,7 @@ class SourceFiles:
 
     Attributes:
         is_local: They are files of this machine.
+        permits: Permits to compute, which threads that read from the disk give back meanwhile.
         recorder: Recorder of the reads of files that are opened from now on.
     """
 
@@ -45,6 +47,7 @@ class SourceFiles:
         self._files = tuple(shard.file for shard in checkpoint.shards) if files is None else tuple(files)
         self._scheme = scheme_of(checkpoint.root)
         self.is_local = self._scheme.is_local
+        self.permits = CorePermits()
         self.recorder = NO_RECORDER
         self._pool = pool
         limit = MAX_OPEN_FILES // 2 if self.is_local else len(self._files)  # those of two pools, and those written
@@ -57,13 +60,21 @@ class SourceFiles:
         self._opened.callback(self._past_cache.close)
         self._opened.callback(self._through_cache.close)
 
-    def past_cache(self, file: str) -> AbstractContextManager[ByteSource]:
+    @contextmanager
+    def past_cache(self, file: str) -> Iterator[ByteSource]:
         """Lend a reader that uses cached pages and reads the rest directly, without filling the page cache."""
-        return self._past_cache.lend(file)
+        with (
+            self._past_cache.lend(file) as reader,
+            nullcontext() if isinstance(reader, CacheFirstReader) else self.permits.waiting(),
+        ):
+            yield reader
 
-    def through_cache(self, file: str) -> AbstractContextManager[ByteSource]:
+    @contextmanager
+    def through_cache(self, file: str) -> Iterator[ByteSource]:
         """Lend a reader for bytes that are read again soon."""
-        return (self._through_cache if self.is_local else self._past_cache).lend(file)
+        pool = self._through_cache if self.is_local else self._past_cache
+        with pool.lend(file) as reader, self.permits.waiting():
+            yield reader
 
     @contextmanager
     def keeping_recent(self, file: str) -> Iterator[ByteSource]:
@@ -134,7 +145,7 @@ class SourceFiles:
     def _open_past_cache(self, file: str) -> ByteSource:
         path = self._checkpoint.root / file
         if self.is_local and direct_alignment(path) is not None:
-            return CacheFirstReader(path, pool=self._pool)
+            return CacheFirstReader(path, pool=self._pool, waiting=self.permits.waiting)
         return self._open(file)
 
     def _open(self, file: str) -> ByteSource:

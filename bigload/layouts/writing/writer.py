@@ -288,7 +288,7 @@ class Writer:
         return opened
 
     def _local_window_bytes(self, output: OutputFile) -> int:
-        if any(tensor.is_computed for tensor in output.tensors):
+        if any(tensor.is_computed or tensor.is_cast for tensor in output.tensors):
             return self._window_bytes
         return min(self._window_bytes, COPIED_WINDOW_BYTES)
 
@@ -345,7 +345,8 @@ class Writer:
         if job.digest is not None:
             self._read_back(job, memoryview(block)[: file.sink.padded(num_bytes)], lent)
             return
-        view = self._filled(job, block)
+        with self.sources.permits.computing():
+            view = self._filled(job, block)
         if not job.is_copied:
             file.sink.write(view, window.start)
         if isinstance(file, UnorderedFile):

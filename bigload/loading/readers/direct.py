@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -170,11 +170,20 @@ class CacheFirstReader:
     """Read through the page cache a range that is at least half cached, and past it any other.
 
     Before Linux 6.5 an eighth of a range from 1 MiB on is looked up: all of it would take 15 to 50 ms per GiB, as much
-    as a tenth of a copy from the cache. Arguments and errors are those of `DirectReader`.
+    as a tenth of a copy from the cache. Arguments and errors are those of `DirectReader`; what is read past the cache
+    is read in `waiting()`.
     """
 
-    def __init__(self, path: Path, *, pool: BlockPool | None = None, recorder: Recorder = NO_RECORDER) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        pool: BlockPool | None = None,
+        recorder: Recorder = NO_RECORDER,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._path = path
+        self._waiting = waiting
         with ExitStack() as opened:
             self._past = DirectReader(path, pool=pool, recorder=recorder)
             opened.callback(self._past.close)
@@ -188,8 +197,11 @@ class CacheFirstReader:
         """Fill all of `buffers`; see `ByteSource`."""
         stop = offset + sum(buffer.nbytes for buffer in buffers)
         pages = cached_pages(self._through.descriptor, offset, stop)
-        source = self._through if self._is_cached(offset, stop, pages) else self._past
-        source.read_into(buffers, offset)
+        if self._is_cached(offset, stop, pages):
+            self._through.read_into(buffers, offset)
+            return
+        with self._waiting():
+            self._past.read_into(buffers, offset)
 
     @contextmanager
     def viewed(self, start: int, stop: int) -> Iterator[memoryview]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -22,7 +23,7 @@ from bigload.units import KIB
 Blocks = dict[str, tuple[memoryview, torch.Tensor]]
 """Memory that one job is staged in, by use; each block twice, for those who read and for torch."""
 
-_STEP_ELEMENTS = 512 * KIB
+_STEP_ELEMENTS = 1024 * KIB
 """What torch is given at a time: many enough that threads rarely wait for the interpreter."""
 
 _SERIAL_ELEMENTS = 32 * KIB - 64
@@ -37,7 +38,7 @@ class HostStager:
     """
 
     def __init__(self, memory: Sequence[Memory], recorder: Recorder) -> None:
-        self._memory = [_bytes_of(buffer) for buffer in memory]
+        self._memory = [_view_of(buffer) for buffer in memory]
         self._recorder = recorder
         self._idle: list[Blocks] = []
 
@@ -47,7 +48,7 @@ class HostStager:
 
     def deliver_to(
         self,
-        memory: Sequence[torch.Tensor | memoryview | None],
+        memory: Sequence[memoryview | None],
         job: ReadJob,
         source: ByteSource,
         *,
@@ -59,12 +60,11 @@ class HostStager:
         dtype that they are cast to: they become infinite, or no number, or that largest one.
         """
         with lent(self._idle) as blocks:
-            view, staged = block_of(blocks, "staged", job.num_bytes)
-            source.read_into([view[: job.num_bytes]], job.offset)
+            staged, _ = block_of(blocks, "staged", job.num_bytes)
+            source.read_into([staged[: job.num_bytes]], job.offset)
             for destination in job.destinations:
                 target = memory[destination.buffer]
                 assert target is not None, "a job for the CPU has destinations for the CPU"
-                target = bytes_in(target) if isinstance(target, memoryview) else target
                 phase = Phase.COPY if destination.cast is None else Phase.CAST
                 with self._recorder.span(phase, num_bytes=destination.num_bytes, file=job.file):
                     count = _deliver(destination, staged, target, blocks, counts=beyond is not None)
@@ -97,26 +97,33 @@ class HostStager:
         self._idle = []
 
 
-def _deliver(
-    destination: Destination, staged: torch.Tensor, target: torch.Tensor, blocks: Blocks, *, counts: bool
-) -> int:
+def _deliver(destination: Destination, staged: memoryview, target: memoryview, blocks: Blocks, *, counts: bool) -> int:
     """Write one destination to its place in `target`; return how many values lie beyond its dtype, if it `counts`."""
+    cast = destination.cast
+    stored, wanted = (None, None) if cast is None else (torch_dtype(cast.stored), torch_dtype(cast.wanted))
+    is_row = destination.rows == 1 and destination.spread is None
+    if stored is not None and wanted is not None and is_row and destination.source % stored.itemsize == 0:
+        # As nearly always; `torch.frombuffer` lets no other thread in, which each view of a tensor does.
+        count = destination.row_bytes // stored.itemsize
+        values = torch.frombuffer(staged, dtype=stored, count=count, offset=destination.source)
+        written = torch.frombuffer(target, dtype=wanted, count=count, offset=destination.start)
+        return cast_into(values, written, blocks, counts=counts)
     rows = torch.as_strided(
-        staged, (destination.rows, destination.row_bytes), (destination.stride, 1), destination.source
+        bytes_in(staged), (destination.rows, destination.row_bytes), (destination.stride, 1), destination.source
     )
+    memory = bytes_in(target)
     if destination.spread is not None:
-        return _deliver_spread(destination, destination.spread, rows, target, blocks, counts=counts)
-    target = target[destination.start : destination.start + destination.memory_bytes].view(destination.rows, -1)
-    if destination.cast is None:
-        for source, part in _steps(rows, target):
+        return _deliver_spread(destination, destination.spread, rows, memory, blocks, counts=counts)
+    memory = memory[destination.start : destination.start + destination.memory_bytes].view(destination.rows, -1)
+    if cast is None:
+        for source, part in _steps(rows, memory):
             part.copy_(source)
         return 0
-    stored, wanted = torch_dtype(destination.cast.stored), torch_dtype(destination.cast.wanted)
     assert stored is not None, "check_dtypes() comes first"
     assert wanted is not None, "check_dtypes() comes first"
     if destination.source % stored.itemsize or destination.stride % stored.itemsize:
         rows = rows.clone(memory_format=torch.contiguous_format)  # elements across the borders of the block's
-    return cast_into(rows.view(stored), target.view(wanted), blocks, counts=counts)
+    return cast_into(rows.view(stored), memory.view(wanted), blocks, counts=counts)
 
 
 def _deliver_spread(
@@ -138,16 +145,17 @@ def _deliver_spread(
 def cast_into(values: torch.Tensor, target: torch.Tensor, blocks: Blocks, *, counts: bool) -> int:
     """Write `values` to `target` in its dtype; return how many finite ones lie beyond it, if it `counts`."""
     edge = _edge(values.dtype, target.dtype) if counts else None
-    scratch = None
+    scratch: memoryview | None = None
     if {values.dtype, target.dtype} == {torch.float16, torch.bfloat16}:
         # torch converts each of them from and to float32 several times as fast as to the other, and float32
         # holds both without rounding.
-        scratch = block_of(blocks, "scratch", 4 * _STEP_ELEMENTS)[1].view(torch.float32)
+        scratch, _ = block_of(blocks, "scratch", 4 * _STEP_ELEMENTS)
     beyond = 0
     for stored, part in _steps(values, target):
         source = stored
         if scratch is not None:
-            source = scratch if stored.shape == scratch.shape else scratch[: stored.numel()].view(stored.shape)
+            source = torch.frombuffer(scratch, dtype=torch.float32, count=stored.numel())
+            source = source if stored.dim() == 1 else source.view(stored.shape)
             source.copy_(stored)
         part.copy_(source)
         if edge is not None:
@@ -177,6 +185,7 @@ def _parts(values: torch.Tensor, target: torch.Tensor, most: int) -> Iterator[tu
     return chain.from_iterable(_parts(*half, most) for half in halves)
 
 
+@lru_cache
 def _edge(stored: torch.dtype, wanted: torch.dtype) -> float | None:
     """Return from where on values of `stored` are no longer rounded to one of `wanted`, if finite ones can be there."""
     if not (stored.is_floating_point and wanted.is_floating_point):
@@ -221,10 +230,10 @@ def block_of(blocks: Blocks, use: str, num_bytes: int) -> tuple[memoryview, torc
     return block
 
 
-def _bytes_of(memory: Memory) -> torch.Tensor | None:
+def _view_of(memory: Memory) -> memoryview | None:
     if isinstance(memory, torch.Tensor) or not len(memory):
         return None  # another device's, or nothing
-    return bytes_in(memory)
+    return memoryview(memory)
 
 
 def bytes_in(memory: Buffer) -> torch.Tensor:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from bigload.machine.libc import libc
+from bigload.machine.libc import quick_libc
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def without_team() -> Iterator[bool]:
     the thread that calls it (OpenMP API 5.2, 18.2.1: it sets nthreads-var of the current task).
     """
     before = torch.get_num_threads()  # also gives a new thread what torch.set_num_threads() said, which it does once
-    set_num_threads = getattr(libc, "omp_set_num_threads", None)  # torch loads its library for all to see
+    set_num_threads = getattr(quick_libc, "omp_set_num_threads", None)  # torch loads its library for all to see
     if before == 1 or set_num_threads is None:
         yield before == 1
         return

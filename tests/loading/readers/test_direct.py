@@ -2,7 +2,7 @@ import errno
 import mmap
 import os
 import threading
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -345,6 +345,20 @@ def test_a_read_comes_from_where_most_of_it_is(half, start, stop, is_direct):
     assert was_direct is is_direct
     content = half.read_bytes()
     assert got == content[start * mmap.PAGESIZE : stop * mmap.PAGESIZE]
+
+
+@pytest.mark.parametrize(("start", "num_waits"), [(0, 0), (40, 1)])
+def test_reads_from_the_disk_are_made_as_waits_for_it(half, start, num_waits):
+    waits = []
+
+    @contextmanager
+    def waiting():
+        waits.append(start)
+        yield
+
+    with closing(CacheFirstReader(half, waiting=waiting)) as reader:
+        reader.read_into([memoryview(bytearray(mmap.PAGESIZE))], start * mmap.PAGESIZE)
+    assert len(waits) == num_waits
 
 
 def test_of_a_long_range_an_eighth_is_looked_up_where_that_takes_long(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def test_after_an_error_it_is_as_before(three_threads):
 
 
 def test_where_the_library_is_another_one_nothing_changes(three_threads, monkeypatch):
-    monkeypatch.setattr(openmp, "libc", object())
+    monkeypatch.setattr(openmp, "quick_libc", object())
     with without_team() as is_alone:
         assert not is_alone
         assert torch.get_num_threads() == 3

@@ -16,7 +16,7 @@ import torch
 
 from bigload.checkpoint.byte_source import ByteSource
 from bigload.loading.scheduling.read_jobs import CPU, ReadJob
-from bigload.loading.staging.cpu_stager import HostStager, bytes_in
+from bigload.loading.staging.cpu_stager import HostStager
 from bigload.machine.memory.huge_pages import HUGE_PAGE_BYTES, Buffer, allocate
 from bigload.machine.threads.activities import NO_RECORDER
 from bigload.runtime.streaming.supplies.supply import Supply
@@ -121,7 +121,7 @@ class HostBufferSupply(Supply):
     def fetch(self) -> None:
         buffers = [loan.buffer for loan in self._memory]
         self._reads.carry_out(
-            buffers, {CPU: _PooledStager(self._host_buffers.stager, [bytes_in(each) for each in buffers])}
+            buffers, {CPU: _PooledStager(self._host_buffers.stager, [memoryview(each) for each in buffers])}
         )
         with torch.inference_mode(mode=False):  # what is made inside of it cannot be used outside
             self._tensors = self._reads.tensors([loan.view for loan in self._memory])
@@ -140,7 +140,7 @@ class HostBufferSupply(Supply):
 class _PooledStager:
     """Delivers into the memory of one block, through staging blocks that all share (`loading.engine.Stager`)."""
 
-    def __init__(self, stager: HostStager, memory: Sequence[torch.Tensor]) -> None:
+    def __init__(self, stager: HostStager, memory: Sequence[memoryview]) -> None:
         self._stager = stager
         self._memory = memory
 
