@@ -13,7 +13,11 @@ from bigload.machine.profiles.machine_profile import MachineProfile
 from bigload_cli.views.measure import figures
 
 GOLDEN = Path(__file__).parent / "golden"
-PROFILE = replace(known_machine("h100"), name="this machine", source="measured", mapped_rate=10**9)
+HOST = known_machine("h100")
+DEVICES = tuple(
+    replace(each, narrow_weight_rate={"BF16": 4 * 10**10}) if each.device == "cpu" else each for each in HOST.devices
+)
+PROFILE = replace(HOST, name="this machine", source="measured", mapped_rate=10**9, devices=DEVICES)
 NOTE = "cuda:1 is taken to be like cuda:0"
 
 

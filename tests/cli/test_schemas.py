@@ -217,7 +217,8 @@ def test_recorded_experts_are_what_their_schema_describes():
 
 
 def test_a_profile_of_a_machine_is_what_its_schema_describes():
-    device = DeviceProfile(device="cuda:0", name="a GPU", weight_rate={"BF16": 1}, launch_seconds=1e-5, link_in=1)
+    rates = {"weight_rate": {"BF16": 1}, "narrow_weight_rate": {"BF16": 1}}
+    device = DeviceProfile(device="cuda:0", name="a GPU", **rates, launch_seconds=1e-5, link_in=1)
     known = {
         "disk_rate": 1,
         "mapped_rate": None,

@@ -15,6 +15,7 @@ def test_an_accelerator_is_measured_with_its_link(simulation, monkeypatch):
     )
     assert (found.device, found.name) == ("sim:1", "simulated")
     assert set(found.weight_rate) == set(found.flops) == set(DTYPES_MEASURED)
+    assert found.narrow_weight_rate == {}
     assert min(found.link_in, found.link_out) > 0
     assert "sim:1: copies from it" in words
     assert simulation.races == []

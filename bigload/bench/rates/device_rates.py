@@ -1,7 +1,7 @@
 """Rates of a device of torch: products with one token and of large matrices, copies, small operations.
 
-Matrices are those of a block of Llama 3 8B, and for CPUs as many bytes of narrow ones, cut from more memory than caches
-hold, and taken in turn as a forward does.
+Matrices are those of a block of Llama 3 8B, without its down projection, and for CPUs as many bytes of narrow ones, cut
+from more memory than caches hold, and taken in turn as a forward does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,21 +21,23 @@ from bigload.dtypes import DTYPES
 from bigload.loading.staging.device_transfers import host_memory
 from bigload.loading.tensors.views import torch_dtype
 from bigload.machine.memory.huge_pages import allocate
-from bigload.machine.profiles.machine_profile import DeviceProfile
+from bigload.machine.profiles.machine_profile import NARROW_ROW, WIDE_ROW, DeviceProfile
 from bigload.units import MIB
 
 DTYPES_MEASURED = ("BF16", "F16", "F32")
 """Dtypes that torch multiplies by itself on every device."""
 
-
-def _block_shapes(hidden: int, keys: int, mlp: int) -> tuple[tuple[int, int], ...]:
-    attention = (hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden)
-    return *attention, (mlp, hidden), (mlp, hidden), (hidden, mlp)
+T = TypeVar("T")
 
 
-_SMALL_HIDDEN, _SMALL_MLP, _SMALL_HEADS = 1024, 2816, 16
-_MATRICES = _block_shapes(4096, 1024, 14336)
-_NARROW = _block_shapes(_SMALL_HIDDEN, _SMALL_HIDDEN, _SMALL_MLP)
+def _matrices_of_width(hidden: int, keys: int, mlp: int) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of the matrices of a block whose rows have `hidden` elements."""
+    return (hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden), (mlp, hidden), (mlp, hidden)
+
+
+_SMALL_HIDDEN, _SMALL_MLP, _SMALL_HEADS = NARROW_ROW, 2816, 16
+_WIDE = _matrices_of_width(WIDE_ROW, 1024, 14336)
+_NARROW = _matrices_of_width(_SMALL_HIDDEN, _SMALL_HIDDEN, _SMALL_MLP)
 _LEAST_REPEATS = 3
 _ELEMENT_BITS = 0x3C11
 """Of 16-bit elements: a small normal number in BF16, F16 and, twice, in F32. Others can take a CPU much longer."""
@@ -51,13 +54,17 @@ def device_profile(
     timed = _Timer(device, seconds)
     with torch.no_grad():
         memory = _filled(device, weight_bytes)
-        weight_rate, flops = {}, {}
+        weight_rate: dict[str, int] = {}
+        narrow_weight_rate: dict[str, int] = {}
         for dtype in DTYPES_MEASURED:
             on_run(f"{device}: products with one token, {dtype}")
-            weight_rate[dtype] = _weight_rate(memory.view(_torch(dtype)), timed)
+            found = _weight_rates(memory.view(_torch(dtype)), timed)
+            for rates, rate in zip((weight_rate, narrow_weight_rate), found, strict=False):
+                rates[dtype] = rate
         on_run(f"{device}: blocks of small matrices")
         block_seconds = _block_seconds(memory.view(torch.bfloat16), timed)
         del memory
+        flops = {}
         for dtype in DTYPES_MEASURED:
             on_run(f"{device}: products of large matrices, {dtype}")
             flops[dtype] = _flops(_torch(dtype), device, timed)
@@ -66,6 +73,7 @@ def device_profile(
         device=str(device),
         name=name,
         weight_rate=weight_rate,
+        narrow_weight_rate=narrow_weight_rate,
         flops=flops,
         launch_seconds=block_seconds,
         link_in=link_in,
@@ -84,16 +92,16 @@ class _Timer:
         self._seconds = seconds
 
     def __call__(self, run: Callable[[], object]) -> float:
-        return self.median(partial(self.once, run))
+        return statistics.median(self.repeated(partial(self.once, run)))
 
-    def median(self, measured: Callable[[], float]) -> float:
-        """Return the median of what `measured` returns, first ignored, until its time is over."""
+    def repeated(self, measured: Callable[[], T]) -> list[T]:
+        """Return what `measured` returns, first ignored, until its time is over."""
         measured()
-        found: list[float] = []
+        found: list[T] = []
         began = time.perf_counter()
         while len(found) < _LEAST_REPEATS or time.perf_counter() - began < self._seconds:
             found.append(measured())
-        return statistics.median(found)
+        return found
 
     def once(self, run: Callable[[], object]) -> float:
         began = time.perf_counter()
@@ -117,9 +125,16 @@ def _filled(device: torch.device, num_bytes: int) -> torch.Tensor:
     return memory.fill_(_ELEMENT_BITS)
 
 
-def _weight_rate(weights: torch.Tensor, timed: _Timer) -> int:
-    matrices = list(_matrices(weights))
-    return int(sum(matrix.nbytes for matrix in matrices) / timed(partial(_multiply, _tokens(matrices), matrices)))
+def _weight_rates(weights: torch.Tensor, timed: _Timer) -> list[int]:
+    """Return the rate of wide matrices, and on CPUs that of narrow ones: half of the memory each, by turns."""
+    shapes = (_WIDE, _NARROW) if weights.device.type == "cpu" else (_WIDE,)
+    matrices = [list(_cut(*each)) for each in zip(weights.chunk(len(shapes)), shapes, strict=True)]
+    runs = [partial(_multiply, _tokens(each), each) for each in matrices]
+    seconds = zip(*timed.repeated(lambda: list(map(timed.once, runs))), strict=True)
+    return [
+        int(sum(matrix.nbytes for matrix in each) / statistics.median(found))
+        for each, found in zip(matrices, seconds, strict=True)
+    ]
 
 
 def _tokens(matrices: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -130,13 +145,6 @@ def _tokens(matrices: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
 def _multiply(tokens: Mapping[int, torch.Tensor], matrices: Sequence[torch.Tensor]) -> None:
     for matrix in matrices:
         functional.linear(tokens[matrix.shape[1]], matrix)
-
-
-def _matrices(weights: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield views of `weights`: on CPUs half of it narrow, whose products take up to half as long again for a byte."""
-    half = len(weights) // 2 if weights.device.type == "cpu" else len(weights)
-    yield from _cut(weights[:half], _MATRICES)
-    yield from _cut(weights[half:], _NARROW)
 
 
 def _cut(weights: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
@@ -172,9 +180,10 @@ def _link_rates(device: torch.device, timed: _Timer, on_run: Callable[[str], Non
 
 
 def _block_seconds(weights: torch.Tensor, timed: _Timer) -> float:
-    """Return what a block takes beside its weights: time of blocks in turn, less that of large products of their bytes.
+    """Return what a block takes beside its weights: time of blocks in turn, less that of products of their bytes.
 
-    Both run by turns, for the rate of a memory that others use as well changes from one second to the next.
+    On CPUs these are with the blocks' own matrices, for predictions know the rate of narrow ones; elsewhere with large
+    ones. Both run by turns, for the rate of a memory that others use as well changes from one second to the next.
 
     Blocks with weights in a cache would take less: between real ones, weights put all else out of the caches, the
     interpreter as well.
@@ -182,14 +191,15 @@ def _block_seconds(weights: torch.Tensor, timed: _Timer) -> float:
     blocks = nn.Sequential(*_small_blocks(weights))
     num_bytes = sum(parameter.nbytes for parameter in blocks.parameters())
     token = weights.new_ones(1, 1, _SMALL_HIDDEN)
-    matrices = list(_matrices(weights))
+    own = (parameter for parameter in blocks.parameters() if parameter.dim() > 1)
+    matrices = [*(own if weights.device.type == "cpu" else _cut(weights, _WIDE))]
     share = num_bytes / sum(matrix.nbytes for matrix in matrices)
     tokens = _tokens(matrices)
 
     def difference() -> float:
         return timed.once(partial(blocks, token)) - share * timed.once(partial(_multiply, tokens, matrices))
 
-    return max(timed.median(difference), 0.0) / len(blocks)
+    return max(statistics.median(timed.repeated(difference)), 0.0) / len(blocks)
 
 
 def _small_blocks(weights: torch.Tensor) -> Iterator[_SmallBlock]:

@@ -21,7 +21,7 @@ from bigload.machine.threads.other_programs import OtherPrograms
 from bigload.machine.threads.thread_pool import usable_cores
 from bigload.units import GIB, MIB
 
-_LEAST_WEIGHT_BYTES = 64 * MIB  # the largest caches hold more, but one matrix of 32 bits has to fit
+_LEAST_WEIGHT_BYTES = 128 * MIB  # the largest caches hold more, but one matrix of 32 bits has to fit into half of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +114,7 @@ def median_of(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
     return replace(
         first,
         weight_rate=rates("weight_rate"),
+        narrow_weight_rate=rates("narrow_weight_rate"),
         flops=rates("flops"),
         launch_seconds=statistics.median(profile.launch_seconds for profile in profiles),
         link_in=link("link_in"),

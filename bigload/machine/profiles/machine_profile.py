@@ -23,6 +23,9 @@ SCHEMA = "bigload.profile/1.2"
 LAUNCHED_MATRICES = 7
 """Of the block that `launch_seconds` is about: query, key, value, output, gate, up and down projections."""
 
+NARROW_ROW, WIDE_ROW = 1024, 4096
+"""Elements in each row of the matrices that `narrow_weight_rate` and `weight_rate` are about."""
+
 _MAX_BYTES = MIB
 _MOST_SECONDS = 1.0
 
@@ -34,7 +37,9 @@ class DeviceProfile:
     Attributes:
         device: `cpu`, `cuda:0`, or a kind, `cuda`, where all of that kind are alike.
         name: As the system calls it.
-        weight_rate: Bytes per second of weights that the product with one token takes from the device's own memory.
+        weight_rate: Bytes per second of weights that the product with one token takes from the device's own memory, of
+            matrices with `WIDE_ROW` elements in a row; of all where no other rate is known.
+        narrow_weight_rate: The same with `NARROW_ROW` elements in a row, by which a CPU is slower; empty if unknown.
         flops: Operations per second of products of large matrices; a multiplication with its addition is two.
         launch_seconds: What a block of a transformer with `LAUNCHED_MATRICES` takes for one token beside its weights:
             its small operations, and the start of its products.
@@ -45,6 +50,7 @@ class DeviceProfile:
     device: str
     name: str
     weight_rate: Mapping[str, int] = field(default_factory=dict)
+    narrow_weight_rate: Mapping[str, int] = field(default_factory=dict)
     flops: Mapping[str, int] = field(default_factory=dict)
     launch_seconds: float
     link_in: int | None = None
@@ -153,6 +159,7 @@ def _device(entry: object) -> DeviceProfile:
         device=device,
         name=_text(entry, "name"),
         weight_rate=_by_dtype(entry, "weight_rate"),
+        narrow_weight_rate=_by_dtype(entry, "narrow_weight_rate", default={}),
         flops=_by_dtype(entry, "flops"),
         launch_seconds=_seconds(entry, "launch_seconds"),
         link_in=_optional_rate(entry, "link_in"),
@@ -160,8 +167,8 @@ def _device(entry: object) -> DeviceProfile:
     )
 
 
-def _by_dtype(entry: Mapping[str, object], key: str) -> dict[str, int]:
-    found = entry.get(key)
+def _by_dtype(entry: Mapping[str, object], key: str, *, default: object = None) -> dict[str, int]:
+    found = entry.get(key, default)
     if not isinstance(found, dict) or not found.keys() <= DTYPES.keys():
         raise ValueError(f'"{key}" is {found!r:.60}, expected an object with dtypes such as "BF16" as keys')
     return {name: _rate(found, name) for name in found}

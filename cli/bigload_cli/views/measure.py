@@ -31,6 +31,7 @@ def figures(profile: MachineProfile) -> PlainTable:
 
 def _rows(device: DeviceProfile) -> Iterator[tuple[str, str, str]]:
     yield from (("weights", dtype.lower(), _rate(rate)) for dtype, rate in device.weight_rate.items())
+    yield from (("narrow weights", dtype.lower(), _rate(rate)) for dtype, rate in device.narrow_weight_rate.items())
     yield from (("products", dtype.lower(), f"{rate / 1e12:.2f} TFLOP/s") for dtype, rate in device.flops.items())
     yield "block", "", f"{device.launch_seconds * 1e3:.3f} ms"
     if device.link_in is not None or device.link_out is not None:

@@ -42,8 +42,8 @@ def test_disk_ram_and_cpu_are_measured(measured):
     assert profile.load_rate > 0
     assert profile.ram_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cpu = profile.device(Device("cpu"))
-    assert set(cpu.weight_rate) == set(cpu.flops) == set(DTYPES_MEASURED)
-    assert min(*cpu.weight_rate.values(), *cpu.flops.values()) > 0
+    assert set(cpu.weight_rate) == set(cpu.narrow_weight_rate) == set(cpu.flops) == set(DTYPES_MEASURED)
+    assert min(*cpu.weight_rate.values(), *cpu.narrow_weight_rate.values(), *cpu.flops.values()) > 0
     assert 0 <= cpu.launch_seconds < 1
     assert (cpu.link_in, cpu.link_out) == (None, None)
     assert "a file to read" in words
@@ -75,12 +75,13 @@ def test_accelerators_of_one_kind_are_measured_once(monkeypatch, measured):
 
 def test_a_figure_is_the_median_of_the_passes():
     rates = [(10, 1e-3), (3, 9e-3), (11, 2e-3)]
+    first = DeviceProfile(device="cpu", name="a CPU", flops={"F32": 7}, launch_seconds=0)
     profiles = [
-        DeviceProfile(device="cpu", name="a CPU", weight_rate={"F32": rate}, flops={"F32": 7}, launch_seconds=seconds)
+        measure.replace(first, weight_rate={"F32": rate}, narrow_weight_rate={"F32": 20 - rate}, launch_seconds=seconds)
         for rate, seconds in rates
     ]
-    found = measure.median_of(profiles)
-    assert found == measure.replace(profiles[0], weight_rate={"F32": 10}, launch_seconds=2e-3)
+    expected = {"weight_rate": {"F32": 10}, "narrow_weight_rate": {"F32": 10}, "launch_seconds": 2e-3}
+    assert measure.median_of(profiles) == measure.replace(first, **expected)
 
 
 def test_without_torch_disk_and_ram_are_measured_and_that_is_said(tmp_path, monkeypatch):

@@ -7,7 +7,14 @@ from bigload.devices import Device
 from bigload.errors import OptionError
 from bigload.machine.profiles.machine_profile import DeviceProfile, MachineProfile, read_profile
 
-CPU = DeviceProfile(device="cpu", name="a CPU", weight_rate={"BF16": 10}, flops={"F32": 20}, launch_seconds=1e-4)
+CPU = DeviceProfile(
+    device="cpu",
+    name="a CPU",
+    weight_rate={"BF16": 10},
+    narrow_weight_rate={"BF16": 8},
+    flops={"F32": 20},
+    launch_seconds=1e-4,
+)
 GPU = DeviceProfile(device="cuda", name="a GPU", launch_seconds=1e-5, link_in=7, link_out=8)
 PROFILE = MachineProfile(
     name="this machine",
@@ -46,7 +53,10 @@ def test_a_profile_survives_its_file():
 def test_a_profile_of_version_1_0_lacks_what_loads_take_beside_their_bytes():
     entries = json.loads(PROFILE.to_json()) | {"schema": "bigload.profile/1.0"}
     old = {key: value for key, value in entries.items() if key not in ADDED}
+    for device in old["devices"]:
+        del device["narrow_weight_rate"]
     found = MachineProfile.from_json(json.dumps(old))
+    assert found.devices == (replace(CPU, narrow_weight_rate={}), GPU)
     assert (found.cold_load_rate, found.matching_seconds, found.tensor_seconds) == (None, 0, 0)
 
 
@@ -85,6 +95,8 @@ def test_a_device_has_its_own_figures_or_those_of_its_kind():
         (with_device(device="gpu"), 'unknown device "gpu"'),
         (with_device(device="0"), '"device" is "0", expected'),
         (with_device(weight_rate={"bf16": 1}), "\"weight_rate\" is {'bf16': 1}, expected"),
+        (with_device(narrow_weight_rate={"BF16": 0}), '"BF16" is 0'),
+        (with_device(narrow_weight_rate=None), '"narrow_weight_rate" is None'),
         (with_device(flops={"BF16": -1}), '"BF16" is -1'),
         (with_device(launch_seconds=2), '"launch_seconds" is 2, expected 1 at most'),
         (with_device(launch_seconds="1"), "\"launch_seconds\" is '1'"),
