@@ -348,6 +348,7 @@ def devices_of(draw):
     """Return a GPU and a CPU of any speed."""
     for device in ("cuda:0", "cpu"):
         rates = {"weight_rate": {"BF16": draw(RATES)}, "flops": {"BF16": draw(RATES)}}
+        rates["narrow_weight_rate"] = draw(st.sampled_from([{}, {"BF16": draw(RATES)}]))
         yield DeviceProfile(
             device=device,
             name=device,

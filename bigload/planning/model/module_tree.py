@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, auto
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import prod
 from operator import methodcaller
 from types import MappingProxyType
 
@@ -24,6 +25,8 @@ MAX_DEPTH = 100
 MAX_STAGES = 8
 """More numbered siblings than this are blocks, not stages."""
 
+_SHORTEST_ROW = 64
+"""Elements. Shorter rows are those of convolutions, of scales, or of words of packed weights."""
 
 Children = Mapping[str, "ModuleNode"]
 Parts = tuple[tuple[TensorInfo, ...], Children]
@@ -68,6 +71,11 @@ class ModuleNode:
     def num_elements(self) -> int:
         """Elements of the tensors of the subtree."""
         return sum(tensor.num_elements for tensor in self.all_tensors())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the matrices of the subtree, see `rows_of`."""
+        return sum(rows_of(tensor.shape) for tensor in self.all_tensors())
 
     @property
     def contents(self) -> Contents:
@@ -165,6 +173,14 @@ def key_above(name: str, keys: Collection[str]) -> str | None:
     return name
 
 
+def rows_of(shape: Sequence[int]) -> int:
+    """Return the rows of a matrix `[out, in]`, or of a stack of them, by its stored shape, packed or not.
+
+    Vectors, convolutions and other tensors with short last dimensions have none.
+    """
+    return prod(shape[:-1]) if len(shape) > 1 and shape[-1] >= _SHORTEST_ROW else 0
+
+
 def is_index(key: str) -> bool:
     """Return whether a part of a name is the number of a module in a list."""
     return key.isdecimal() and key.isascii() and len(key) < 10
@@ -184,6 +200,10 @@ class _Tree:
     @cached_property
     def element_sums(self) -> list[int]:
         return [0, *accumulate([form.num_elements for form in self.forms])]
+
+    @cached_property
+    def row_sums(self) -> list[int]:
+        return [0, *accumulate([rows_of(form.shape) for form in self.forms])]
 
 
 class _StoredModule(ModuleNode):
@@ -206,6 +226,10 @@ class _StoredModule(ModuleNode):
     @property
     def num_elements(self) -> int:
         return self._tree.element_sums[self._stop] - self._tree.element_sums[self._start]
+
+    @property
+    def num_rows(self) -> int:
+        return self._tree.row_sums[self._stop] - self._tree.row_sums[self._start]
 
     @property
     def contents(self) -> Contents:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
 from bigload.devices import CPU, DISK
-from bigload.dtypes import DType
+from bigload.dtypes import DTYPES, DType
 from bigload.errors import OptionError
-from bigload.machine.profiles.machine_profile import LAUNCHED_MATRICES, DeviceProfile, MachineProfile
+from bigload.machine.profiles.machine_profile import (
+    LAUNCHED_MATRICES,
+    NARROW_ROW,
+    WIDE_ROW,
+    DeviceProfile,
+    MachineProfile,
+)
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.plan import Plan, duration
 from bigload.planning.timing.pipeline import Step, Work, simulate
@@ -33,7 +39,11 @@ _SHORTEST_SECONDS = 1e-9
 _WHOLE = 10
 """Tokens per second from which on digits after the point say nothing."""
 
+_LEAST_NARROW_SHARE = 0.5
+"""Of the rate of wide matrices: narrow ones are taken to have no lower one, which could only come of noise."""
+
 Bound = Literal["compute", "memory", "link", "disk"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +173,34 @@ def _touching(profile: MachineProfile, num_bytes: float) -> float:
 
 def rate_for(dtype: DType, rates: Mapping[str, int]) -> int | None:
     """Return the rate for `dtype`, or for the one that computes in its place; `None` if neither is known."""
-    return next((rates[name] for name in (dtype.name, "BF16", "F16", "F32") if name in rates), None)
+    name = _computed_as(dtype, rates)
+    return None if name is None else rates[name]
+
+
+def _computed_as(dtype: DType, rates: Mapping[str, int]) -> str | None:
+    return next((name for name in (dtype.name, "BF16", "F16", "F32") if name in rates), None)
+
+
+class MatrixRate(NamedTuple):
+    """Rate of the matrices of a product with one token: bytes per second, and seconds of each row beside its bytes."""
+
+    byte_rate: float
+    row_seconds: float
+
+
+def matrix_rate_for(dtype: DType, device: DeviceProfile) -> MatrixRate | None:
+    """Return the rate of matrices for `dtype`, or for the one that computes in its place; `None` if neither is known.
+
+    Seconds per byte are linear in 1 / length of a row, through both rates that are known of a CPU.
+    """
+    name = _computed_as(dtype, device.weight_rate)
+    if name is None:
+        return None
+    wide = device.weight_rate[name]
+    narrow = min(max(device.narrow_weight_rate.get(name, wide), _LEAST_NARROW_SHARE * wide), wide)
+    narrow_bytes, wide_bytes = (length * DTYPES[name].bits / 8 for length in (NARROW_ROW, WIDE_ROW))
+    row_seconds = (1 / narrow - 1 / wide) / (1 / narrow_bytes - 1 / wide_bytes)
+    return MatrixRate(wide / (1 - wide * row_seconds / wide_bytes), row_seconds)
 
 
 def lacks(plan: Plan, profile: MachineProfile) -> str | None:
@@ -261,16 +298,17 @@ class _Rates:
             return {}
         block = self._schedule.blocks[visit.block]
         device = self._device(block)
-        rows = self._batch * (1 if visit.is_head else tokens)
+        together = self._batch * (1 if visit.is_head else tokens)
         num_bytes = block.dense_bytes - (0 if is_first else block.once_bytes)
+        num_rows = block.dense_rows - (0 if is_first else block.once_rows)
         num_matrices = block.num_matrices - (0 if is_first else block.num_once_matrices)
-        flops = 2.0 * rows * num_bytes * self._elements_per_byte
+        flops = 2.0 * together * num_bytes * self._elements_per_byte
         if block.num_layers:  # queries by keys and scores by values; of a prompt, half of them are behind the mask
             keys = tokens / 2 if tokens > 1 else length
-            flops += 4.0 * rows * keys * self._schedule.attention_width
+            flops += 4.0 * together * keys * self._schedule.attention_width
         context = self._plan.options.workload.context
         cached = block.cache_bytes * length / context if context else 0.0
-        seconds = self._seconds(device, num_bytes + cached, flops)
+        seconds = self._seconds(device, num_bytes + cached, num_rows, flops)
         launched = device.launch_seconds * num_matrices / LAUNCHED_MATRICES
         return {**seconds, "compute": seconds.get("compute", 0.0) + launched}
 
@@ -280,20 +318,20 @@ class _Rates:
         together = tokens * self._batch
         flops = 2.0 * together * block.routed_bytes * block.active_share * self._elements_per_byte
         device, share = self._device(block), block.routed_share(together)
-        seconds = self._seconds(device, block.routed_bytes * share, flops)
+        seconds = self._seconds(device, block.routed_bytes * share, block.routed_rows * share, flops)
         if not (device.link_in is None or block.streams_experts):  # a kernel for all experts at once
             return seconds
         num_matrices = block.num_routed_matrices * share * (_STREAMED_EXPERT if block.streams_experts else 1)
         launched = device.launch_seconds * num_matrices / LAUNCHED_MATRICES
         return {**seconds, "compute": seconds.get("compute", 0.0) + launched}
 
-    def _seconds(self, device: DeviceProfile, num_bytes: float, flops: float) -> dict[Bound, float]:
-        memory = num_bytes / self._of(device.weight_rate, device)
-        compute = flops / self._of(device.flops, device)
+    def _seconds(self, device: DeviceProfile, num_bytes: float, num_rows: float, flops: float) -> dict[Bound, float]:
+        matrices = self._known(matrix_rate_for(self._schedule.dtype, device), device)
+        memory = num_bytes / matrices.byte_rate + num_rows * matrices.row_seconds
+        compute = flops / self._known(rate_for(self._schedule.dtype, device.flops), device)
         return {"memory": memory} if memory >= compute else {"compute": compute}
 
-    def _of(self, rates: Mapping[str, int], device: DeviceProfile) -> int:
-        found = rate_for(self._schedule.dtype, rates)
+    def _known(self, found: T | None, device: DeviceProfile) -> T:
         if found is None:
             raise OptionError(f"the profile {self._profile.name} says nothing about products on {device.device}")
         return found

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from bigload.checkpoint.model import TensorInfo
 from bigload.devices import CPU, Device
 from bigload.dtypes import DTYPES, DType
 from bigload.planning.model import families
 from bigload.planning.model.block_shapes import is_made_once
 from bigload.planning.model.experts import RoutedExperts, dense_parts
 from bigload.planning.model.kv_cache import is_of_main_encoder
-from bigload.planning.model.module_tree import ModuleNode, key_above
+from bigload.planning.model.module_tree import ModuleNode, key_above, rows_of
 from bigload.planning.model.structure import ModelStructure
 from bigload.planning.model.units import Unit, UnitKind
 from bigload.planning.plan import Plan
@@ -37,6 +38,9 @@ class TimedBlock(NamedTuple):
         num_matrices: Modules with a matrix, beside routed experts: each has small operations around its product.
         num_once_matrices: Of those, the ones in `once_bytes`.
         num_routed_matrices: Of all routed experts; 0 if their number is unknown.
+        dense_rows: Rows of the matrices in `dense_bytes`, see `rows_of`.
+        once_rows: Of those, the ones in `once_bytes`.
+        routed_rows: Rows of the matrices of all routed experts.
         is_encoder: Whether it runs once for a prompt, and for no token that follows.
     """
 
@@ -55,6 +59,9 @@ class TimedBlock(NamedTuple):
     num_matrices: int = 0
     num_once_matrices: int = 0
     num_routed_matrices: int = 0
+    dense_rows: int = 0
+    once_rows: int = 0
+    routed_rows: int = 0
     is_encoder: bool = False
 
     @property
@@ -150,7 +157,8 @@ def schedule_of(plan: Plan, structure: ModelStructure) -> BlockSchedule:
         if unit.is_routed:
             home = plan.homes[unit.parts[0].name]
             names = {key_above(part.name, structure.experts) for part in unit.parts}
-            blocks[-1] = _with_experts(blocks[-1], [structure.experts[name][1] for name in names if name], home)
+            found = [structure.experts[name][1] for name in names if name]
+            blocks[-1] = _with_experts(blocks[-1], found, home, structure)
         else:
             blocks.append(_block(unit, plan, structure, has_decoder=has_decoder))
         block_of.append(len(blocks) - 1)
@@ -181,8 +189,8 @@ def _block(unit: Unit, plan: Plan, structure: ModelStructure, *, has_decoder: bo
     name = unit.name
     path = name.split(".")
     layers = sum(part.kind is UnitKind.BLOCK for part in unit.parts)
-    tensors = [tensor for part in unit.parts if has_decoder for tensor in _node(structure, part.name).all_tensors()]
-    once = [tensor for tensor in tensors if is_made_once(tensor.name) and len(tensor.shape) > 1]
+    dense = list(_dense_tensors(unit, structure))
+    once = [tensor for tensor in dense if has_decoder and is_made_once(tensor.name) and len(tensor.shape) > 1]
     block = TimedBlock(
         name=name,
         home=home,
@@ -191,24 +199,30 @@ def _block(unit: Unit, plan: Plan, structure: ModelStructure, *, has_decoder: bo
         cache_bytes=unit.cache_bytes,
         num_layers=layers,
         once_bytes=sum(tensor.num_bytes for tensor in once),
-        num_matrices=_num_matrices(unit, structure),
+        num_matrices=_num_matrices(dense),
         num_once_matrices=len(once),
+        dense_rows=sum(rows_of(tensor.shape) for tensor in dense),
+        once_rows=sum(rows_of(tensor.shape) for tensor in once),
         is_encoder=has_decoder and "encoder" in path and "decoder" not in path and is_of_main_encoder(name),
     )
     found = [structure.experts[part.name][1] for part in unit.parts if part.name in structure.experts]
-    routed = _with_experts(block, found, home)
+    routed = _with_experts(block, found, home, structure)
     return routed._replace(dense_bytes=block.dense_bytes - routed.routed_bytes)
 
 
-def _num_matrices(unit: Unit, structure: ModelStructure) -> int:
-    """Return how many modules of `unit` have a matrix, without routed experts; scales are no matrices of their own."""
-    nodes = (_node(structure, part.name) for part in unit.parts)
-    dense = (
-        tensor
-        for node in nodes
-        for part in (dense_parts(node, structure.experts[node.name][1]) if node.name in structure.experts else (node,))
-        for tensor in (part.all_tensors() if isinstance(part, ModuleNode) else (part,))
-    )
+def _dense_tensors(unit: Unit, structure: ModelStructure) -> Iterator[TensorInfo]:
+    """Yield the tensors of `unit`, without routed experts and without copies that take no memory."""
+    for name in (part.name for part in unit.parts if part.num_bytes):
+        node = _node(structure, name)
+        if node.name != name:  # a tensor of a module that is cut into units
+            yield from (tensor for tensor in node.tensors if tensor.name == name)
+            continue
+        for each in dense_parts(node, structure.experts[name][1]) if name in structure.experts else (node,):
+            yield from each.all_tensors() if isinstance(each, ModuleNode) else (each,)
+
+
+def _num_matrices(dense: Sequence[TensorInfo]) -> int:
+    """Return how many modules have a matrix; scales are no matrices of their own."""
     return len({tensor.name.rpartition(".")[0] for tensor in dense if len(tensor.shape) > 1})
 
 
@@ -225,7 +239,9 @@ def num_expert_tensors(structure: ModelStructure) -> int:
     return sum(sum(1 for _ in _node(structure, name).all_tensors()) for name in names)
 
 
-def _with_experts(block: TimedBlock, found: Sequence[RoutedExperts], home: Device) -> TimedBlock:
+def _with_experts(
+    block: TimedBlock, found: Sequence[RoutedExperts], home: Device, structure: ModelStructure
+) -> TimedBlock:
     """Return `block` with these routed experts beside its other weights."""
     if not found:
         return block
@@ -234,6 +250,7 @@ def _with_experts(block: TimedBlock, found: Sequence[RoutedExperts], home: Devic
         num_layers=max(block.num_layers, len(found)),
         routed_bytes=routed,
         num_routed_matrices=sum((experts.num_experts or 0) * _EXPERT_MATRICES for experts in found),
+        routed_rows=sum(_node(structure, name).num_rows for experts in found for name in experts.modules),
         routed_home=home,
         expert_bytes=max((experts.largest_expert_bytes for experts in found), default=0),
         active_share=sum(experts.active_bytes for experts in found) / (routed or 1),

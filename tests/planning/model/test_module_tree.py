@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.errors import PlanError
-from bigload.planning.model.module_tree import MAX_DEPTH, build_tree, execution_order, in_execution_order
+from bigload.planning.model.module_tree import MAX_DEPTH, ModuleNode, build_tree, execution_order, in_execution_order
 from bigload.planning.model.units import cut_into_units
 from builders import checkpoint_of, llama_tensors
 
@@ -38,6 +38,13 @@ def test_counts_and_bytes_are_of_the_whole_subtree():
     root = tree_of({"top": 1, "a.w": 2, "a.b.w": 4, "c.w": 8})
     assert (num_tensors(root), root.num_bytes) == (4, 15)
     assert (num_tensors(root.children["a"]), root.children["a"].num_bytes) == (2, 6)
+
+
+def test_rows_are_those_of_matrices():
+    shapes = {"a.w": [3, 64], "a.b.experts": [2, 5, 64], "a.b.norm": [64], "a.conv": [64, 1, 4], "a.empty": [64, 0]}
+    root = tree_of({name: ("BF16", shape) for name, shape in shapes.items()})
+    assert (root.num_rows, root.children["a"].children["b"].num_rows) == (13, 10)
+    assert ModuleNode.of("", list(root.all_tensors())).num_rows == 13
 
 
 def test_every_tensor_is_in_the_tree_once():

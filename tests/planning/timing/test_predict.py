@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bigload.devices import CPU, DISK
 from bigload.errors import OptionError
-from bigload.machine.profiles.machine_profile import DeviceProfile, MachineProfile
+from bigload.machine.profiles.machine_profile import NARROW_ROW, WIDE_ROW, DeviceProfile, MachineProfile
 from bigload.planning.budget.budget import MemoryBudget
 from bigload.planning.options import options_of
 from bigload.planning.planner import plan_details
@@ -131,6 +131,64 @@ def test_a_token_reads_the_experts_that_it_chooses():
     tensors |= {"layers.0.attn.w": ("BF16", [10, 10]), "layers.1.attn.w": ("BF16", [10, 10])}
     found = predicted({"cpu": 10_000}, tensors=tensors, config=config)
     assert found.token_seconds == pytest.approx((2 * 200 + 2 * 200) / 1000 + (2 + 2 * 2) / 7 * 0.01)
+
+
+NUM_ELEMENTS = 64 * 2 * WIDE_ROW
+
+
+def seconds_of_row(length, narrow_weight_rate, *, shape=(), config=None, name="layers.{}.w"):
+    """Return the seconds of a token of matrices with rows of this length, all of as many bytes."""
+    cpu = replace(CPU_PROFILE, weight_rate={"BF16": 3000}, narrow_weight_rate=narrow_weight_rate, launch_seconds=0)
+    tensors = {name.format(number): ("BF16", [*shape, NUM_ELEMENTS // length, length]) for number in range(2)}
+    machine = replace(MACHINE, devices=(cpu,))
+    return predicted({"cpu": 10**8}, machine, tensors=tensors, config=config).token_seconds
+
+
+def test_matrices_with_short_rows_take_longer_than_as_many_bytes_of_wide_ones():
+    num_bytes, rates = 2 * 2 * NUM_ELEMENTS, {"BF16": 2000}
+    assert seconds_of_row(NARROW_ROW, rates) == pytest.approx(num_bytes / 2000)
+    assert seconds_of_row(WIDE_ROW, rates) == pytest.approx(num_bytes / 3000)
+    between = num_bytes * (1 / 3000 + (1 / 2000 - 1 / 3000) / 3)  # 1 / 2048 is a third of the way from 1 / 4096
+    assert seconds_of_row(2 * NARROW_ROW, rates) == pytest.approx(between)
+    assert num_bytes / 4500 < seconds_of_row(2 * WIDE_ROW, rates) < num_bytes / 3000
+    assert seconds_of_row(NARROW_ROW // 2, rates) > num_bytes / 2000
+
+
+@pytest.mark.parametrize("rates", [{}, {"F32": 1}, {"BF16": 3000}, {"BF16": 9000}])
+def test_without_a_lower_rate_of_short_rows_one_rate_holds_for_all(rates):
+    for length in (64, NARROW_ROW, WIDE_ROW):
+        assert seconds_of_row(length, rates) == 2 * 2 * NUM_ELEMENTS / 3000
+
+
+def test_a_rate_of_short_rows_that_only_noise_explains_bounds_that_of_long_ones():
+    num_bytes = 2 * 2 * NUM_ELEMENTS
+    assert seconds_of_row(NARROW_ROW, {"BF16": 1}) == pytest.approx(num_bytes / 1500)
+    assert seconds_of_row(8 * WIDE_ROW, {"BF16": 1}) > num_bytes / 4500
+
+
+@pytest.mark.parametrize(("shape", "length"), [((), 16), ((8,), 4)])
+def test_convolutions_and_packed_words_have_no_rows(shape, length):
+    assert seconds_of_row(length, {"BF16": 2000}, shape=shape) < seconds_of_row(WIDE_ROW, {"BF16": 2000}, shape=shape)
+
+
+@pytest.mark.parametrize(("shape", "name"), [((), "layers.0.mlp.experts.{}.w"), ((2,), "layers.{}.mlp.experts.w")])
+def test_experts_with_short_rows_take_longer(shape, name):
+    config = {"model_type": "mixtral", "num_experts_per_tok": 1, "num_local_experts": 2}
+    narrow, wide = (
+        seconds_of_row(length, {"BF16": 2000}, shape=shape, name=name, config=config)
+        for length in (NARROW_ROW, WIDE_ROW)
+    )
+    assert narrow == pytest.approx(1.5 * wide)
+
+
+def test_a_parameter_beside_blocks_has_not_the_rows_of_its_module():
+    blocks = {f"model.layers.{number}.mlp.w": ("BF16", [1024, NARROW_ROW]) for number in range(2)}
+    cpu = replace(CPU_PROFILE, narrow_weight_rate={"BF16": 500}, launch_seconds=0)
+    alone, beside = (
+        predicted({"cpu": 10**8}, replace(MACHINE, devices=(cpu,)), tensors=tensors).token_seconds
+        for tensors in (blocks, {"model.scale": ("BF16", [1]), **blocks})
+    )
+    assert beside == pytest.approx(alone)
 
 
 @pytest.mark.parametrize(("shape", "is_slower"), [([1024, 1024], True), ([4096, 2048], False)])

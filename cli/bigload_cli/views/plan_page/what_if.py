@@ -18,7 +18,7 @@ from bigload.plain_text import printable
 from bigload.planning.choices import Attention, Balance, Policy
 from bigload.planning.load_dtype import CASTABLE
 from bigload.planning.options import PlanOptions, plan_keywords
-from bigload.planning.timing.predict import cold_load_rate, matching_seconds, rate_for
+from bigload.planning.timing.predict import cold_load_rate, matching_seconds, matrix_rate_for, rate_for
 from bigload.planning.timing.schedule import schedule_of
 from bigload.planning.workload import Workload
 from bigload_cli.views.plan_page.plan_runs import label_of, short
@@ -143,6 +143,7 @@ def _timing(details: PlanDetails, profile: MachineProfile) -> Document | None:
         "elementsPerByte": 8 / schedule.dtype.bits,
         "width": schedule.attention_width,
         "layers": [block.num_layers for block in schedule.blocks],
+        "matrixRows": [block.dense_rows for block in schedule.blocks],
         "launches": [block.num_matrices / LAUNCHED_MATRICES for block in schedule.blocks],
         "matching": matching_seconds(profile, structure),
         "fresh": profile.fresh_memory_rate,
@@ -154,10 +155,16 @@ def _timing(details: PlanDetails, profile: MachineProfile) -> Document | None:
 def _rates(device: DeviceProfile | None, schedule: BlockSchedule) -> Document | None:
     if device is None:
         return None
-    weight_rate, flops = (rate_for(schedule.dtype, rates) for rates in (device.weight_rate, device.flops))
-    if weight_rate is None or flops is None:
+    matrices, flops = matrix_rate_for(schedule.dtype, device), rate_for(schedule.dtype, device.flops)
+    if matrices is None or flops is None:
         return None
-    return {"weightRate": weight_rate, "flops": flops, "launch": device.launch_seconds, "link": device.link_in}
+    return {
+        "weightRate": matrices.byte_rate,
+        "rowSeconds": matrices.row_seconds,
+        "flops": flops,
+        "launch": device.launch_seconds,
+        "link": device.link_in,
+    }
 
 
 def _loaded_as(structure: ModelStructure, dtype: DType | None) -> ModelStructure:

@@ -6,13 +6,13 @@ const whatIfTime = (() => {
   const ACCELERATOR = 0, RAM = 1, DISK = 2;
   const most = (values) => values.reduce((a, b) => b > a ? b : a, 0);
 
-  // Blocks { unit, home, runsOn, bytes, cache, layers, launches } of a placement, in the order of its units.
+  // Blocks { unit, home, runsOn, bytes, cache, layers, launches, matrixRows } of a placement, in the order of its units.
   function blocksOf(timing, found) {
     const host = found.onHost ? RAM : ACCELERATOR;
     return found.units.map((unit, index) => ({
       unit, home: found.tiers[index], runsOn: found.tiers[index] === ACCELERATOR ? ACCELERATOR : host,
       bytes: Number(unit.size + unit.held), cache: Number(unit.cache), layers: timing.layers[index],
-      launches: timing.launches[index],
+      launches: timing.launches[index], matrixRows: timing.matrixRows[index],
     }));
   }
 
@@ -60,7 +60,8 @@ const whatIfTime = (() => {
       let flops = 2 * rows * block.bytes * timing.elementsPerByte;
       if (block.layers) flops += 4 * rows * (tokens > 1 ? tokens / 2 : length) * timing.width;
       const cached = question.context ? block.cache * length / question.context : 0;
-      seconds = Math.max((block.bytes + cached) / device.weightRate, flops / device.flops) + device.launch * block.launches;
+      const memory = (block.bytes + cached) / device.weightRate + block.matrixRows * device.rowSeconds;
+      seconds = Math.max(memory, flops / device.flops) + device.launch * block.launches;
     }
     const lanes = [];
     if (source && source !== "device" && !(isLookup && onHost)) {
