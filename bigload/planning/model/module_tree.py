@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from bigload.checkpoint.model import StoredForm, TensorInfo, forms_of, ranges_of
 from bigload.errors import PlanError
+from bigload.machine.profiles.machine_profile import WIDE_ROW
 
 MAX_DEPTH = 100
 """Modules in one name; real models need about ten, and a bound keeps hostile names from exhausting the stack."""
@@ -176,9 +177,10 @@ def key_above(name: str, keys: Collection[str]) -> str | None:
 def rows_of(shape: Sequence[int]) -> int:
     """Return the rows of a matrix `[out, in]`, or of a stack of them, by its stored shape, packed or not.
 
-    Vectors, convolutions and other tensors with short last dimensions have none.
+    Vectors, convolutions and other tensors with short last dimensions have none. Rows longer than those of wide
+    matrices count as several: they are no faster (16-bit ones of 8,192 elements 15 GB/s, of 4,096 16).
     """
-    return prod(shape[:-1]) if len(shape) > 1 and shape[-1] >= _SHORTEST_ROW else 0
+    return prod(shape[:-1]) * -(-shape[-1] // WIDE_ROW) if len(shape) > 1 and shape[-1] >= _SHORTEST_ROW else 0
 
 
 def is_index(key: str) -> bool:

@@ -3,7 +3,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigload.errors import PlanError
-from bigload.planning.model.module_tree import MAX_DEPTH, ModuleNode, build_tree, execution_order, in_execution_order
+from bigload.planning.model.module_tree import (
+    MAX_DEPTH,
+    ModuleNode,
+    build_tree,
+    execution_order,
+    in_execution_order,
+    rows_of,
+)
 from bigload.planning.model.units import cut_into_units
 from builders import checkpoint_of, llama_tensors
 
@@ -249,3 +256,10 @@ def test_every_tensor_of_any_name_without_empty_parts_is_below_one_unit(sizes):
     parts = [part.name for unit in cut_into_units(tree_of(sizes)) for part in unit.parts]
     for name in sizes:
         assert sum(f"{name}.".startswith(f"{part}.") for part in parts) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_rows"), [((10,), 0), ((10, 63), 0), ((10, 64), 10), ((10, 4096), 10), ((2, 10, 4097), 40)]
+)
+def test_rows_longer_than_wide_ones_count_as_several_and_short_ones_not_at_all(shape, num_rows):
+    assert rows_of(shape) == num_rows
