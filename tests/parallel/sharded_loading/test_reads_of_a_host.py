@@ -38,7 +38,7 @@ def with_rows_held_twice(kind, size):
 
 def read_cold(folder, kind, num_hosts):
     """Load by direct reads, if the ranks choose them; return bytes from the disk, and those in the page cache then."""
-    io_method.MIN_DIRECT_BYTES = 0
+    io_method.MIN_DIRECT_BYTES = io_method.MIN_DIRECT_PART_BYTES = 0
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"LOCAL_RANK": str(rank % (size // num_hosts)), "GROUP_RANK": str(rank // (size // num_hosts))}
