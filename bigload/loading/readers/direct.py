@@ -93,15 +93,15 @@ class DirectReader(OpenFile):
             self._read([view[: self._up(stop) - begin]], start, stop, wanted=stop)
             yield view[start - begin : stop - begin]
 
-    def _batches(self, buffers: Sequence[memoryview], offset: int) -> Iterator[list[_Part]]:
+    def _batches(self, buffers: Sequence[memoryview], offset: int) -> Iterator[list[_ReadPart]]:
         """Yield what belongs into `buffers` as the parts that a read brings: a block has room for those it copies."""
-        batch: list[_Part] = []
+        batch: list[_ReadPart] = []
         room = self._down(self._pool.block_bytes)
         for run, is_in_place in self._runs(buffers, offset):
             start, stop = run[0].start, run[-1].stop
             while start < stop:
                 end = stop if is_in_place else min(stop, self._down(start) + room)
-                batch.append(_Part(run, start, end, is_in_place))
+                batch.append(_ReadPart(run, start, end, is_in_place))
                 room -= 0 if is_in_place else self._up(end) - self._down(start)
                 start = end
                 if not room or len(batch) == MAX_BUFFERS:
@@ -126,11 +126,11 @@ class DirectReader(OpenFile):
         if copied:
             yield copied, False
 
-    def _read_batch(self, batch: Sequence[_Part], wanted: int) -> None:
+    def _read_batch(self, batch: Sequence[_ReadPart], wanted: int) -> None:
         """Fill the parts of `batch`; `wanted` is where the whole request ends, which is what an error is about."""
         with ExitStack() as lent:
             views: list[memoryview] = []
-            copies: list[tuple[_Part, int]] = []
+            copies: list[tuple[_ReadPart, int]] = []
             block, used = None, 0
             for part in batch:
                 if part.is_in_place:
@@ -269,7 +269,7 @@ class _Target(NamedTuple):
         return _Target(self.view[skipped : stop - self.start], self.address + skipped, start)
 
 
-class _Part(NamedTuple):
+class _ReadPart(NamedTuple):
     """Bytes `start` to `stop` of the file, for `targets`, or a part of them: read in place, or copied from a block."""
 
     targets: Sequence[_Target]

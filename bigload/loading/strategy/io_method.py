@@ -29,7 +29,7 @@ MIN_DIRECT_BYTES = 256 * MIB
 
 MIN_DIRECT_PART_BYTES = 64 * MIB
 """Likewise for a part of larger files, such as what stays in RAM of a model that is streamed: the page cache is for the
-rest, and direct reads of 64 to 250 MiB take 0.6 to 0.8 times as long. Less than this is read by one thread."""
+rest, and direct reads of 64 to 250 MiB take 0.5 to 0.75 times as long. Less than this is read by one thread."""
 
 MOSTLY_CACHED = 0.9
 """From this cached fraction on the rest is not worth a direct read."""
